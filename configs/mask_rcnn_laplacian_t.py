@@ -1,0 +1,19 @@
+"""Mask R-CNN with LaplacianFormer-tiny on COCO, 1x (8 GPUs x 2 images)."""
+_base_ = [
+    'mmdet::_base_/models/mask-rcnn_r50_fpn.py',
+    'mmdet::_base_/datasets/coco_instance.py',
+    './_base_/adamw_1x.py',
+    'mmdet::_base_/default_runtime.py',
+]
+custom_imports = dict(imports=['mmlaplacian'], allow_failed_imports=False)
+
+# A checkpoint of the classifier or the backbone starts the backbone: None trains from scratch,
+# dict(type='Pretrained', checkpoint='classifier.pth') loads it and stops if nothing matches.
+model = dict(
+    backbone=dict(
+        _delete_=True,
+        type='LaplacianFormer',
+        arch='tiny',
+        drop_path_rate=0.1,
+        init_cfg=None),
+    neck=dict(in_channels=[64, 128, 320, 512]))

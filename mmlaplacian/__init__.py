@@ -1,0 +1,17 @@
+"""Laplacian linear attention for OpenMMLab.
+
+Importing the package registers its models and hooks in MMEngine's root registries where
+MMEngine is installed. The operators in :mod:`mmlaplacian.ops` need torch alone.
+"""
+
+from importlib.util import find_spec
+
+from .version import __version__
+
+__all__ = ['__version__']
+
+if find_spec('mmengine') is not None:
+    from .hooks import ZeroAttentionHook
+    from .models import LaplacianAttention, LaplacianFormer
+
+    __all__ += ['LaplacianAttention', 'LaplacianFormer', 'ZeroAttentionHook']

@@ -1,0 +1,3 @@
+from .zero_attention import ZeroAttentionHook
+
+__all__ = ['ZeroAttentionHook']

@@ -1,0 +1,7 @@
+"""The operators of Laplacian linear attention. They need torch alone."""
+
+from .laplacian_kernel import gaussian_kernel, laplacian_kernel
+from .newton_schulz import newton_schulz_inverse
+from .nystrom_attention import nystrom_attention
+
+__all__ = ['gaussian_kernel', 'laplacian_kernel', 'newton_schulz_inverse', 'nystrom_attention']

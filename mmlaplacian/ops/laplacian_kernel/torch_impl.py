@@ -1,0 +1,66 @@
+"""The kernels in plain torch, on any device. Nothing of size N x M x d is formed."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+
+def _l1_gradients(grad_distance: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of sum(grad_distance * ||q - k||_1) for q and k; sign(0) = 0 at ties."""
+    if q.device.type != 'cpu':
+        # There torch's own operator allocates N x M x d.
+        return _l1_gradients_by_channel(grad_distance, q, k)
+    # For p = 1 this operator takes the distance as its last argument but never uses it.
+    backward = torch.ops.aten._cdist_backward
+    grad_distance_t = grad_distance.mT.contiguous()
+    return (backward(grad_distance, q, k, 1.0, grad_distance),
+            backward(grad_distance_t, k, q, 1.0, grad_distance_t))
+
+
+def _l1_gradients_by_channel(grad_distance: Tensor, q: Tensor,
+                             k: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, one channel at a time: nothing is larger than N x M."""
+    grad_q, grad_k = torch.empty_like(q), torch.empty_like(k)
+    for channel in range(q.shape[-1]):
+        sign = torch.sign(q[..., channel, None] - k[..., None, :, channel])
+        sign.mul_(grad_distance)
+        grad_q[..., channel] = sign.sum(-1)
+        grad_k[..., channel] = -sign.sum(-2)
+    return grad_q, grad_k
+
+
+class _LaplacianKernel(torch.autograd.Function):
+    """K = exp(-||q - k||_1 / lambda); keeps q, k and K for the backward."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
+        kernel = torch.cdist(q, k, p=1.0).mul_(-1 / kernel_scale).exp_()
+        ctx.kernel_scale = kernel_scale
+        ctx.save_for_backward(q, k, kernel)
+        return kernel
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_kernel: Tensor) -> tuple[Tensor, Tensor, None]:
+        q, k, kernel = ctx.saved_tensors
+        # The product is dense whatever the strides of grad_kernel (zeros after a sum()).
+        grad_distance = (grad_kernel * kernel).mul_(-1 / ctx.kernel_scale).contiguous()
+        return *_l1_gradients(grad_distance, q, k), None
+
+
+def laplacian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
+    """See :func:`mmlaplacian.ops.laplacian_kernel`."""
+    return _LaplacianKernel.apply(q, k, kernel_scale)
+
+
+def gaussian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
+    """See :func:`mmlaplacian.ops.gaussian_kernel`.
+
+    The squared distance is expanded, ||q||^2 + ||k||^2 - 2 q.k, about the mean key: the kernel
+    depends on differences only, and the expansion cancels less near the origin.
+    """
+    center = k.mean(-2, keepdim=True).detach()
+    q, k = q - center, k - center
+    squares = q.square().sum(-1, keepdim=True) + k.square().sum(-1, keepdim=True).mT
+    distance = torch.clamp_min(squares - 2 * (q @ k.mT), 0)
+    return torch.exp(-distance / (2 * kernel_scale))

@@ -1,0 +1,3 @@
+from .frontend import NORMALIZATIONS, nystrom_attention
+
+__all__ = ['NORMALIZATIONS', 'nystrom_attention']

@@ -1,0 +1,115 @@
+"""Checks of op arguments, shared by the frontends.
+
+Every message is one sentence that holds the offending value and the accepted set.
+"""
+
+import math
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def positive_number(name: str, value: object) -> float:
+    """Returns ``value`` as a Python float when it is a positive, finite number.
+
+    Args:
+        name: Argument name for the message.
+        value: A Python or NumPy real number or a tensor of one element. A tensor is read as
+            a number, so it gets no gradient.
+
+    Raises:
+        TypeError: ``value`` is not a real number.
+        ValueError: ``value`` is not positive and finite.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(f'{name} must be a positive number, got a tensor of shape '
+                            f'{tuple(value.shape)} and dtype {value.dtype}')
+        value = value.item()
+    # NumPy's scalars are registered with numbers.Real; bool is a Real too.
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f'{name} must be a positive number, got {value!r} of type '
+                        f'{type(value).__name__}')
+    number = float(value)
+    if not (number > 0 and math.isfinite(number)):
+        raise ValueError(f'{name} must be positive and finite, got {value!r}')
+    return number
+
+
+def integer_at_least(name: str, value: object, minimum: int) -> int:
+    """Returns ``value`` as an int when it is a whole number >= ``minimum``.
+
+    Raises:
+        TypeError: ``value`` is not an integer.
+        ValueError: ``value`` is below ``minimum``.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f'{name} must be an integer >= {minimum}, got {value!r} of type '
+                        f'{type(value).__name__}')
+    if value < minimum:
+        raise ValueError(f'{name} must be an integer >= {minimum}, got {value}')
+    return int(value)
+
+
+def one_of(name: str, value: object, accepted: tuple[str, ...]) -> str:
+    """Returns ``value`` when it is one of ``accepted``.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if value not in accepted:
+        raise ValueError(f'{name} must be one of {accepted}, got {value!r}')
+    return value
+
+
+def check_tensors(layout: str, **tensors: Tensor) -> None:
+    """Checks that tensors have the rank of ``layout`` and agree in dtype and device.
+
+    Args:
+        layout: Dimension names for the message, for example ``'(B, h, N, d)'``.
+        **tensors: The tensors by argument name.
+
+    Raises:
+        TypeError: Not a tensor, not floating point, or mixed dtypes outside autocast.
+        ValueError: Wrong rank or mixed devices.
+    """
+    rank = layout.count(',') + 1
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f'{name} must be a tensor {layout}, got {type(tensor).__name__}')
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise TypeError(f'{name} must have one of the dtypes '
+                            f'{[str(dtype) for dtype in FLOAT_DTYPES]}, got {tensor.dtype}')
+        if tensor.dim() != rank:
+            raise ValueError(f'{name} must have shape {layout}, got {tuple(tensor.shape)}')
+    devices = {name: str(tensor.device) for name, tensor in tensors.items()}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f'all tensors must be on one device, got {devices}')
+    dtypes = {name: str(tensor.dtype) for name, tensor in tensors.items()}
+    if len(set(dtypes.values())) > 1 and not autocast_enabled(next(iter(tensors.values()))):
+        raise TypeError(f'all tensors must have one dtype outside autocast, got {dtypes}')
+
+
+def check_same(dims: str, **shapes: tuple[int, ...]) -> None:
+    """Checks that the given parts of shapes agree.
+
+    Args:
+        dims: Names of the dimensions for the message, for example ``'B, h'``.
+        **shapes: That part of each tensor's shape, by argument name.
+
+    Raises:
+        ValueError: They differ.
+    """
+    if len(set(shapes.values())) > 1:
+        found = {name: tuple(shape) for name, shape in shapes.items()}
+        raise ValueError(f'{" and ".join(shapes)} must agree in {dims}, got {found}')
+
+
+def autocast_enabled(tensor: Tensor) -> bool:
+    """Whether autocast is on for the device of ``tensor``."""
+    device_type = tensor.device.type
+    return (torch.amp.is_autocast_available(device_type)
+            and torch.is_autocast_enabled(device_type))
