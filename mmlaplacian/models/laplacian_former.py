@@ -5,7 +5,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from mmengine.model import BaseModule, ModuleList
-from mmengine.model.weight_init import PretrainedInit, constant_init, normal_init, trunc_normal_init
+from mmengine.model.weight_init import (
+    PretrainedInit,
+    constant_init,
+    normal_init,
+    trunc_normal_init,
+)
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import reduce, wraps
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -34,18 +34,14 @@ def autocast_off(tensor: Tensor) -> Iterator[None]:
         yield
 
 
-def in_compute_dtype(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Runs ``function(*tensors, **options)`` in the compute dtype of its tensors.
+def call_in_compute_dtype(function: Callable[..., Tensor], *tensors: Tensor,
+                          **options: object) -> Tensor:
+    """Calls an implementation in the compute dtype of its tensors.
 
-    The inputs are cast up and made contiguous, autocast is off inside, and the output is cast
+    The tensors are cast up and made contiguous, autocast is off inside, and the output is cast
     back to the dtype of the inputs.
     """
-
-    @wraps(function)
-    def run(*tensors: Tensor, **options: object) -> Tensor:
-        dtype = compute_dtype(*tensors)
-        with autocast_off(tensors[0]):
-            output = function(*(tensor.to(dtype).contiguous() for tensor in tensors), **options)
-        return output.to(result_dtype(*tensors))
-
-    return run
+    dtype = compute_dtype(*tensors)
+    with autocast_off(tensors[0]):
+        output = function(*(tensor.to(dtype).contiguous() for tensor in tensors), **options)
+    return output.to(result_dtype(*tensors))

@@ -103,7 +103,9 @@ def check_same(dims: str, **shapes: tuple[int, ...]) -> None:
     Raises:
         ValueError: They differ.
     """
-    if len(set(shapes.values())) > 1:
+    first, *others = shapes.values()
+    # Not by a set: sizes are tensors under torch.jit.trace and symbols under torch.export.
+    if any(tuple(other) != tuple(first) for other in others):
         found = {name: tuple(shape) for name, shape in shapes.items()}
         raise ValueError(f'{" and ".join(shapes)} must agree in {dims}, got {found}')
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from .. import validation
-from ..precision import in_compute_dtype
+from ..precision import call_in_compute_dtype
 from . import torch_impl
 
 
@@ -36,7 +36,7 @@ def laplacian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
         ValueError: Shapes or devices that do not fit, or lambda not positive and finite.
     """
     kernel_scale = _check(q, k, kernel_scale)
-    return in_compute_dtype(torch_impl.laplacian_kernel)(q, k, kernel_scale=kernel_scale)
+    return call_in_compute_dtype(torch_impl.laplacian_kernel, q, k, kernel_scale=kernel_scale)
 
 
 def gaussian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
@@ -46,7 +46,7 @@ def gaussian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
     squared distance.
     """
     kernel_scale = _check(q, k, kernel_scale)
-    return in_compute_dtype(torch_impl.gaussian_kernel)(q, k, kernel_scale=kernel_scale)
+    return call_in_compute_dtype(torch_impl.gaussian_kernel, q, k, kernel_scale=kernel_scale)
 
 
 KERNELS = {'laplacian': laplacian_kernel, 'gaussian': gaussian_kernel}

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from .. import validation
 from ..laplacian_kernel import KERNELS
-from ..precision import in_compute_dtype
+from ..precision import call_in_compute_dtype
 from . import torch_impl
 
 NORMALIZATIONS = ('whiten', 'row', 'none')
@@ -69,4 +69,4 @@ def nystrom_attention(q: Tensor,
         solver_iters=solver_iters,
         kernel=validation.one_of('kernel', kernel, tuple(KERNELS)),
         normalize=validation.one_of('normalize', normalize, NORMALIZATIONS))
-    return in_compute_dtype(torch_impl.nystrom_attention)(q, k, v, landmarks, **options)
+    return call_in_compute_dtype(torch_impl.nystrom_attention, q, k, v, landmarks, **options)

@@ -1,0 +1,27 @@
+# PYTHON=python3.11 names the interpreter that .venv is made from (default: python3).
+# ARGS='-k attention' is handed to pytest.
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help env demo test lint
+
+help:
+	@echo 'make demo   make .venv and the demo data, train, evaluate, draw'
+	@echo "make test   make .venv, then run the tests (ARGS='-k attention' goes to pytest)"
+	@echo 'make lint   check the style with ruff'
+	@echo 'make env    only make .venv'
+	@echo 'All of them skip what is done. PYTHON=python3.11 chooses the interpreter of a new .venv.'
+
+env:
+	@tools/setup_env.sh
+
+demo: env
+	@tools/demo.sh
+
+test: env
+	@.venv/bin/python -m pytest $(ARGS)
+
+lint: env
+	@.venv/bin/python -c 'import ruff' 2>/dev/null || \
+	  .venv/bin/python -m pip install --no-build-isolation --editable '.[lint]'
+	@.venv/bin/python -m ruff check .

@@ -1,0 +1,188 @@
+"""Reads a COCO instance annotation file and refuses what would fail later in training."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from cli import UserError
+
+_ID = (int, str)
+_NUMBER = (int, float)
+
+
+@dataclass(frozen=True)
+class CocoImage:
+    """One image of an annotation file.
+
+    Args:
+        file_name (str): Path below the image folder.
+        short_side (float): min(width, height) in pixels.
+        has_annotation (bool): Whether any annotation belongs to it.
+    """
+
+    file_name: str
+    short_side: float
+    has_annotation: bool
+
+
+@dataclass(frozen=True)
+class CocoFile:
+    """What the tools need to know of an annotation file.
+
+    Args:
+        path (Path): The file.
+        class_names (tuple[str, ...]): Category names in the order of the file, which is the
+            order in which ``mmdet.CocoDataset`` numbers its labels.
+        images (tuple[CocoImage, ...]): All images.
+    """
+
+    path: Path
+    class_names: tuple[str, ...]
+    images: tuple[CocoImage, ...]
+
+    def num_training_images(self, filter_empty_gt: bool, min_size: float) -> int:
+        """Number of images that pass ``mmdet.CocoDataset``'s ``filter_cfg``."""
+        return sum(1 for image in self.images
+                   if image.short_side >= min_size
+                   and (image.has_annotation or not filter_empty_gt))
+
+
+def load_json(path: Path) -> dict:
+    """Loads a JSON file whose top level is an object.
+
+    Raises:
+        UserError: If the file is missing, no text, no JSON or no object.
+    """
+    try:
+        with path.open(encoding='utf-8') as stream:
+            content = json.load(stream)
+    except FileNotFoundError as error:
+        raise UserError(f'annotation file {path} does not exist') from error
+    except OSError as error:
+        raise UserError(f'annotation file {path} cannot be read: {error.strerror}') from error
+    except UnicodeDecodeError as error:
+        raise UserError(f'annotation file {path} is not UTF-8 text: {error.reason} at byte '
+                        f'{error.start}') from error
+    except json.JSONDecodeError as error:
+        raise UserError(f'annotation file {path} is not valid JSON: {error.msg} at line '
+                        f'{error.lineno}, column {error.colno}') from error
+    if not isinstance(content, dict):
+        raise UserError(f'annotation file {path} must hold a JSON object with images, '
+                        f'annotations and categories, not a {type(content).__name__}')
+    return content
+
+
+def category_names(content: dict, path: Path) -> tuple[str, ...]:
+    """Category names in the order of the file.
+
+    Args:
+        content (dict): The loaded file.
+        path (Path): Its path, for messages.
+
+    Raises:
+        UserError: If categories are missing, malformed or not unique.
+    """
+    categories = _entries(content, 'categories', dict(id=_ID, name=str), path)
+    if not categories:
+        raise UserError(f'annotation file {path} lists no categories')
+    names = [category['name'] for category in categories]
+    _refuse_repeated(names, 'category name', path)
+    _refuse_repeated([category['id'] for category in categories], 'category id', path)
+    return tuple(names)
+
+
+def read_coco_file(path: Path, *, needs_masks: bool, is_evaluated: bool) -> CocoFile:
+    """Reads and checks an annotation file.
+
+    Args:
+        path (Path): COCO instance annotation file.
+        needs_masks (bool): Whether every annotation must have a segmentation.
+        is_evaluated (bool): Whether pycocotools evaluates on it, which needs ``iscrowd``.
+
+    Raises:
+        UserError: With the file and the reason, if mmdet could not train or evaluate on it.
+    """
+    content = load_json(path)
+    names = category_names(content, path)
+    images = _entries(
+        content, 'images', dict(id=_ID, file_name=str, height=_NUMBER, width=_NUMBER), path)
+    fields = dict(id=_ID, image_id=_ID, category_id=_ID, bbox=list, area=_NUMBER)
+    if is_evaluated:
+        fields['iscrowd'] = (int, bool)
+    annotations = _entries(content, 'annotations', fields, path)
+    if not images:
+        raise UserError(f'annotation file {path} lists no images')
+    _refuse_repeated([image['id'] for image in images], 'image id', path)
+    _refuse_repeated([ann['id'] for ann in annotations], 'annotation id', path)
+
+    category_ids = [category['id'] for category in content['categories']]
+    known_categories = set(category_ids)
+    known_images = {image['id'] for image in images}
+    annotated: set = set()
+    maskless = []
+    for ann in annotations:
+        if ann['category_id'] not in known_categories:
+            raise UserError(
+                f'annotation file {path}: annotation {ann["id"]} has category_id '
+                f'{ann["category_id"]!r}, but the categories are {_shortened(category_ids)}')
+        if ann['image_id'] not in known_images:
+            raise UserError(f'annotation file {path}: annotation {ann["id"]} has image_id '
+                            f'{ann["image_id"]!r}, which is not the id of any image')
+        box = ann['bbox']
+        if len(box) != 4 or not all(isinstance(value, _NUMBER) for value in box):
+            raise UserError(f'annotation file {path}: annotation {ann["id"]} has bbox {box!r} '
+                            'instead of four numbers x, y, width, height')
+        annotated.add(ann['image_id'])
+        if not ann.get('segmentation'):
+            maskless.append(ann['id'])
+    if needs_masks and maskless:
+        raise UserError(
+            f'annotation file {path}: {len(maskless)} of {len(annotations)} annotations have no '
+            f'segmentation (first: annotation {maskless[0]}), but this model trains masks; use '
+            'a box detector such as configs/retinanet_laplacian_t.py or add the segmentations')
+    return CocoFile(
+        path=path,
+        class_names=names,
+        images=tuple(
+            CocoImage(image['file_name'], min(image['width'], image['height']),
+                      image['id'] in annotated) for image in images))
+
+
+def _entries(content: dict, section: str, fields: dict[str, type | tuple[type, ...]],
+             path: Path) -> list[dict]:
+    """The list ``content[section]``, checked to hold dicts with fields of these types."""
+    if section not in content:
+        raise UserError(f'annotation file {path} has no {section!r}; a COCO instance file has '
+                        'images, annotations and categories')
+    entries = content[section]
+    if not isinstance(entries, list):
+        raise UserError(f'annotation file {path}: {section!r} is a {type(entries).__name__}, '
+                        'not a list')
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            raise UserError(f'annotation file {path}: entry {number} of {section!r} is a '
+                            f'{type(entry).__name__}, not an object')
+        for field, kinds in fields.items():
+            if field not in entry:
+                raise UserError(f'annotation file {path}: entry {number} of {section!r} has no '
+                                f'{field!r}')
+            if not isinstance(entry[field], kinds):
+                kinds = kinds if isinstance(kinds, tuple) else (kinds, )
+                raise UserError(
+                    f'annotation file {path}: entry {number} of {section!r} has {field} '
+                    f'{entry[field]!r}, not of type {" or ".join(k.__name__ for k in kinds)}')
+    return entries
+
+
+def _refuse_repeated(values: list, what: str, path: Path) -> None:
+    repeated = [value for value, count in Counter(values).items() if count > 1]
+    if repeated:
+        raise UserError(f'annotation file {path}: {what} {repeated[0]!r} occurs more than once')
+
+
+def _shortened(values: list, limit: int = 20) -> str:
+    text = ', '.join(repr(value) for value in values[:limit])
+    return f'{text}, ... ({len(values)} in all)' if len(values) > limit else text

@@ -1,0 +1,127 @@
+"""Trains a detector: ``python tools/train.py CONFIG``, with own data by ``--data``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from checkpoints import require_checkpoint
+from cli import (
+    UserError,
+    add_runner_arguments,
+    exits_on_user_error,
+    load_config,
+    merge_cfg_options,
+    say,
+    set_up_launcher,
+    set_work_dir,
+)
+from coco_data import (
+    add_data_arguments,
+    apply_own_data,
+    num_training_images,
+    parse_own_data,
+    shorten_warm_up,
+)
+from data_checks import check_class_names, check_data_present
+from mmengine.config import Config
+from mmengine.device import get_device
+from mmengine.registry import RUNNERS
+from mmengine.runner import Runner, find_latest_checkpoint
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of this tool."""
+    parser = argparse.ArgumentParser(description='Train a detector.')
+    parser.add_argument('config', help='config file')
+    parser.add_argument(
+        '--resume', nargs='?', const='auto', metavar='CHECKPOINT',
+        help='go on from CHECKPOINT, or without a value from the latest one in the work dir')
+    parser.add_argument('--amp', action='store_true',
+                        help='train in automatic mixed precision; needs a GPU')
+    parser.add_argument(
+        '--auto-scale-lr', action='store_true',
+        help='scale the learning rate by batch size x processes / auto_scale_lr.base_batch_size')
+    add_runner_arguments(parser)
+    add_data_arguments(parser)
+    return parser
+
+
+@exits_on_user_error
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool.
+
+    Args:
+        argv (Sequence[str] | None): Arguments; None for those of the process.
+
+    Returns:
+        int: Exit status, 0 or 2 (the input was refused before any work).
+    """
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    own_data = parse_own_data(parser, args, needs_train=True)
+
+    cfg = load_config(args.config)
+    if own_data is not None:
+        apply_own_data(cfg, own_data)
+    merge_cfg_options(cfg, args.cfg_options)
+    set_work_dir(cfg, args.config, args.work_dir)
+    if args.amp:
+        cfg.optim_wrapper.type = 'AmpOptimWrapper'
+        cfg.optim_wrapper.loss_scale = 'dynamic'
+    _require_gpu_for_amp(cfg)
+    if args.auto_scale_lr:
+        _enable_auto_scale_lr(cfg)
+    if args.resume:
+        _set_resume(cfg, args.resume, args.launcher)
+    splits = ('train', 'val') if cfg.get('val_cfg') else ('train', )
+    check_data_present(cfg, splits)
+    check_class_names(cfg, splits)
+    set_up_launcher(cfg, args.launcher, args.local_rank)
+    changes = []
+    if own_data is not None:
+        changes = shorten_warm_up(cfg, num_training_images(cfg), args.cfg_options or ())
+
+    from mmdet.utils import setup_cache_size_limit_of_dynamo  # slow import, after the checks
+    setup_cache_size_limit_of_dynamo()
+    runner = Runner.from_cfg(cfg) if 'runner_type' not in cfg else RUNNERS.build(cfg)
+    for change in changes:
+        # Through the logger, so that it stands in the log and after the long config.
+        runner.logger.info(change)
+    runner.train()
+    say(f'checkpoints and the complete config: {runner.work_dir}\n'
+        f'log: {Path(runner.log_dir) / f"{runner.timestamp}.log"}', args.launcher)
+    return 0
+
+
+def _require_gpu_for_amp(cfg: Config) -> None:
+    if cfg.optim_wrapper.get('type') == 'AmpOptimWrapper' and get_device() == 'cpu':
+        raise UserError('--amp (AmpOptimWrapper) needs a GPU, and no GPU is visible: leave it '
+                        'out to train in float32 on the CPU')
+
+
+def _enable_auto_scale_lr(cfg: Config) -> None:
+    if 'base_batch_size' not in (cfg.get('auto_scale_lr') or {}):
+        raise UserError('--auto-scale-lr needs auto_scale_lr.base_batch_size in the config, '
+                        'the batch size that its learning rate is meant for')
+    cfg.auto_scale_lr.enable = True
+
+
+def _set_resume(cfg: Config, resume: str, launcher: str) -> None:
+    cfg.resume = True
+    if resume != 'auto':
+        require_checkpoint(resume)
+        cfg.load_from = resume
+        return
+    cfg.load_from = None
+    latest = find_latest_checkpoint(cfg.work_dir)
+    if latest is None:
+        say(f'nothing to resume in {cfg.work_dir}: training starts at the beginning', launcher)
+    else:
+        require_checkpoint(latest)
+
+
+if __name__ == '__main__':
+    sys.exit(main())
