@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from ..ops import nystrom_attention
 from ..ops.laplacian_kernel import KERNELS
 from ..ops.nystrom_attention import NORMALIZATIONS
-from ..ops.validation import integer_at_least, one_of, positive_number
+from ..ops.validation import check_rate, integer_at_least, one_of, positive_number
 from .landmarks import LandmarkPool
-from .layers import DepthwiseConv, check_rate
+from .layers import DepthwiseConv
 
 
 class LaplacianAttention(BaseModule):

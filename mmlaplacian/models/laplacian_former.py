@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from types import NoneType
 
 import torch
 from mmengine.model import BaseModule, ModuleList
@@ -14,9 +15,8 @@ from mmengine.model.weight_init import (
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from ..ops.validation import integer_at_least
+from ..ops.validation import check_rate, integer_at_least
 from .arch import NUM_STAGES, PATCH_SIZES, STRIDES, resolve_arch
-from .layers import check_rate
 from .pretrained import load_pretrained
 from .stage import LaplacianStage
 
@@ -48,7 +48,8 @@ class LaplacianFormer(BaseModule):
         frozen_stages: -1 trains all (default), 0 freezes the first patch embedding, n also the
             first n stages; output norms always train.
         drop_rate: Dropout in attention and MLP. Default 0.
-        drop_path_rate: Stochastic depth of the last block, rising linearly from 0. Default 0.
+        drop_path_rate: Stochastic depth of the last block of the arch, rising linearly from 0.
+            Default 0.
         with_cp: Recompute blocks in the backward to save memory. Default False.
         init_cfg: None (default) draws new weights; ``dict(type='Pretrained', checkpoint=...)``
             also loads a file, see :func:`mmlaplacian.models.pretrained.load_pretrained`.
@@ -82,6 +83,8 @@ class LaplacianFormer(BaseModule):
                  drop_path_rate: float = 0.,
                  with_cp: bool = False,
                  init_cfg: dict | list[dict] | None = None) -> None:
+        if not isinstance(init_cfg, (dict, list, NoneType)):
+            raise TypeError(f'init_cfg must be None, a dict or a list of dicts, got {init_cfg!r}')
         super().__init__(init_cfg)
         settings = resolve_arch(arch)
         self.in_channels = integer_at_least('in_channels', in_channels, 1)

@@ -1,23 +1,7 @@
 """The layers around the attention, on token maps ``(B, H, W, C)``."""
 
-from numbers import Real
-
 from mmengine.model import BaseModule
 from torch import Tensor, nn
-
-
-def check_rate(name: str, rate: object) -> None:
-    """Checks that a dropout or drop-path rate is a number in [0, 1).
-
-    Raises:
-        TypeError: Not a number.
-        ValueError: Outside [0, 1).
-    """
-    if isinstance(rate, bool) or not isinstance(rate, Real):
-        raise TypeError(f'{name} must be a number in [0, 1), got {rate!r} of type '
-                        f'{type(rate).__name__}')
-    if not 0 <= rate < 1:
-        raise ValueError(f'{name} must be in [0, 1), got {rate!r}')
 
 
 class DepthwiseConv(nn.Conv2d):

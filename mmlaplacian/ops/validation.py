@@ -54,6 +54,20 @@ def integer_at_least(name: str, value: object, minimum: int) -> int:
     return int(value)
 
 
+def check_rate(name: str, rate: object) -> None:
+    """Checks that a dropout or drop-path rate is a number in [0, 1).
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: Outside [0, 1).
+    """
+    if isinstance(rate, bool) or not isinstance(rate, Real):
+        raise TypeError(f'{name} must be a number in [0, 1), got {rate!r} of type '
+                        f'{type(rate).__name__}')
+    if not 0 <= rate < 1:
+        raise ValueError(f'{name} must be in [0, 1), got {rate!r}')
+
+
 def one_of(name: str, value: object, accepted: tuple[str, ...]) -> str:
     """Returns ``value`` when it is one of ``accepted``.
 
