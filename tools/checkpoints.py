@@ -41,9 +41,9 @@ def check_checkpoint_classes(checkpoint: dict, classes: tuple[str, ...], path: s
     """Refuses a checkpoint that was trained on other classes.
 
     Args:
-        checkpoint (dict): The loaded checkpoint; one without class names passes.
-        classes (tuple[str, ...]): Class names of the data, in label order.
-        path (str): The checkpoint's path, for the message.
+        checkpoint: The loaded checkpoint; one without class names passes.
+        classes: Class names of the data, in label order.
+        path: The checkpoint's path, for the message.
 
     Raises:
         UserError: With both lists.
@@ -59,9 +59,9 @@ def check_checkpoint_fits(checkpoint: dict, model: nn.Module, path: str) -> None
     """Refuses a checkpoint that would leave parameters of the model at random values.
 
     Args:
-        checkpoint (dict): The loaded checkpoint.
-        model (nn.Module): The model, possibly wrapped for distribution or augmentation.
-        path (str): The checkpoint's path, for the message.
+        checkpoint: The loaded checkpoint.
+        model: The model, possibly wrapped for distribution or augmentation.
+        path: The checkpoint's path, for the message.
 
     Raises:
         UserError: With the number of parameters that do not fit and the first of them.

@@ -71,7 +71,7 @@ def load_config(path: str) -> Config:
     """Loads a config file.
 
     Args:
-        path (str): Config file (``.py``, ``.json``, ``.yaml`` or ``.yml``).
+        path: Config file (``.py``, ``.json``, ``.yaml`` or ``.yml``).
 
     Raises:
         UserError: If the file does not exist or cannot be loaded.

@@ -20,10 +20,10 @@ class OwnData:
     """The files named by the ``--data`` flags, as absolute paths.
 
     Args:
-        root (Path): ``--data``.
-        train_ann (Path | None): ``--train-ann``; None if only testing.
-        val_ann (Path): ``--val-ann``.
-        image_dir (Path): Folder below which the images lie.
+        root: ``--data``.
+        train_ann: ``--train-ann``; None if only testing.
+        val_ann: ``--val-ann``.
+        image_dir: Folder below which the images lie.
     """
 
     root: Path
@@ -53,9 +53,9 @@ def parse_own_data(parser: argparse.ArgumentParser, args: argparse.Namespace, *,
     """Collects the own-data flags, or None where none was given.
 
     Args:
-        parser (ArgumentParser): Reports flags that do not go together.
-        args (Namespace): Parsed arguments.
-        needs_train (bool): Whether ``--train-ann`` is required beside ``--data``.
+        parser: Reports flags that do not go together.
+        args: Parsed arguments.
+        needs_train: Whether ``--train-ann`` is required beside ``--data``.
     """
     if args.data is None:
         for flag in ('--train-ann', '--val-ann', '--img-prefix'):
@@ -132,12 +132,12 @@ def shorten_warm_up(cfg: Config, images: int, chosen: Collection[str] = ()) -> l
     Call it when batch size and launcher are final.
 
     Args:
-        cfg (Config): Changed in place.
-        images (int): Number of training images.
-        chosen (Collection[str]): Keys of ``--cfg-options``: an end that the user chose stays.
+        cfg: Changed in place.
+        images: Number of training images.
+        chosen: Keys of ``--cfg-options``: an end that the user chose stays.
 
     Returns:
-        list[str]: One line for the user for each warm-up that is longer than an epoch.
+        One line for the user for each warm-up that is longer than an epoch.
     """
     changes = []
     loader = cfg.train_dataloader

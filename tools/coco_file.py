@@ -18,9 +18,9 @@ class CocoImage:
     """One image of an annotation file.
 
     Args:
-        file_name (str): Path below the image folder.
-        short_side (float): min(width, height) in pixels.
-        has_annotation (bool): Whether any annotation belongs to it.
+        file_name: Path below the image folder.
+        short_side: min(width, height) in pixels.
+        has_annotation: Whether any annotation belongs to it.
     """
 
     file_name: str
@@ -33,10 +33,10 @@ class CocoFile:
     """What the tools need to know of an annotation file.
 
     Args:
-        path (Path): The file.
-        class_names (tuple[str, ...]): Category names in the order of the file, which is the
+        path: The file.
+        class_names: Category names in the order of the file, which is the
             order in which ``mmdet.CocoDataset`` numbers its labels.
-        images (tuple[CocoImage, ...]): All images.
+        images: All images.
     """
 
     path: Path
@@ -79,8 +79,8 @@ def category_names(content: dict, path: Path) -> tuple[str, ...]:
     """Category names in the order of the file.
 
     Args:
-        content (dict): The loaded file.
-        path (Path): Its path, for messages.
+        content: The loaded file.
+        path: Its path, for messages.
 
     Raises:
         UserError: If categories are missing, malformed or not unique.
@@ -98,9 +98,9 @@ def read_coco_file(path: Path, *, needs_masks: bool, is_evaluated: bool) -> Coco
     """Reads and checks an annotation file.
 
     Args:
-        path (Path): COCO instance annotation file.
-        needs_masks (bool): Whether every annotation must have a segmentation.
-        is_evaluated (bool): Whether pycocotools evaluates on it, which needs ``iscrowd``.
+        path: COCO instance annotation file.
+        needs_masks: Whether every annotation must have a segmentation.
+        is_evaluated: Whether pycocotools evaluates on it, which needs ``iscrowd``.
 
     Raises:
         UserError: With the file and the reason, if mmdet could not train or evaluate on it.

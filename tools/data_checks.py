@@ -18,8 +18,8 @@ def check_data_present(cfg: Config, splits: Sequence[str]) -> None:
     """Refuses to start when annotation files or image folders are missing.
 
     Args:
-        cfg (Config): The config, with all options applied.
-        splits (Sequence[str]): Of ``'train'``, ``'val'``, ``'test'``: those that will be used.
+        cfg: The config, with all options applied.
+        splits: Of ``'train'``, ``'val'``, ``'test'``: those that will be used.
 
     Raises:
         UserError: With every missing path and where the data goes.
@@ -52,8 +52,8 @@ def check_class_names(cfg: Config, splits: Sequence[str]) -> None:
     the file does not have.
 
     Args:
-        cfg (Config): The config, with all options applied; its data must be present.
-        splits (Sequence[str]): Of ``'train'``, ``'val'``, ``'test'``: those that will be used.
+        cfg: The config, with all options applied; its data must be present.
+        splits: Of ``'train'``, ``'val'``, ``'test'``: those that will be used.
 
     Raises:
         UserError: With the name and the names available.

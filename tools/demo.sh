@@ -50,7 +50,7 @@ draw() {
 mkdir -p "$work_dir"
 say '[1/4] data: shapes on textured backgrounds'
 "$python" tools/make_shapes_dataset.py --out "$data"
-step train '[2/4] training (the longest step, minutes on a CPU)' train
+step train '[2/4] training, about 10 minutes on two CPU cores' train
 step evaluate '[3/4] evaluation on the val images' evaluate
 step draw '[4/4] drawing predictions' draw
 

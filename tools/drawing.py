@@ -23,14 +23,14 @@ def draw_instances(image: np.ndarray, instances: InstanceData, classes: Sequence
     labels of a readable size would cover its objects.
 
     Args:
-        image (np.ndarray): RGB image ``(H, W, 3)``, uint8.
-        instances (InstanceData): ``bboxes`` ``(n, 4)`` in pixels, ``labels``, ``scores`` and
+        image: RGB image ``(H, W, 3)``, uint8.
+        instances: ``bboxes`` ``(n, 4)`` in pixels, ``labels``, ``scores`` and
             optionally ``masks`` ``(n, H, W)``.
-        classes (Sequence[str]): Class names by label.
-        palette (str | Sequence): RGB colours by label, or a palette name of mmdet.
+        classes: Class names by label.
+        palette: RGB colours by label, or a palette name of mmdet.
 
     Returns:
-        np.ndarray: RGB image of the enlarged size.
+        RGB image of the enlarged size.
     """
     scale = max(1, math.ceil(_MIN_LONG_SIDE / max(image.shape[:2])))
     image = cv2.resize(image, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC)

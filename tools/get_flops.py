@@ -38,11 +38,11 @@ def count(model: nn.Module, image: torch.Tensor) -> tuple[int, int, int]:
     """Counts the work of one forward pass.
 
     Args:
-        model (nn.Module): Called with ``image`` alone.
-        image (Tensor): Input ``(1, 3, H, W)``.
+        model: Called with ``image`` alone.
+        image: Input ``(1, 3, H, W)``.
 
     Returns:
-        tuple[int, int, int]: Parameters, MACs of all products (layers and batched products of
+        Parameters, MACs of all products (layers and batched products of
         attention), MACs of linear and convolution layers alone. L1 distances, normalisation and
         activations have no products to count.
     """
@@ -60,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool.
 
     Args:
-        argv (Sequence[str] | None): Arguments; None for those of the process.
+        argv: Arguments; None for those of the process.
 
     Returns:
-        int: Exit status, 0 or 2.
+        Exit status, 0 or 2.
     """
     parser = build_parser()
     args = parser.parse_args(argv)

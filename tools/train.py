@@ -54,10 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool.
 
     Args:
-        argv (Sequence[str] | None): Arguments; None for those of the process.
+        argv: Arguments; None for those of the process.
 
     Returns:
-        int: Exit status, 0 or 2 (the input was refused before any work).
+        Exit status, 0 or 2 (the input was refused before any work).
     """
     parser = build_parser()
     args = parser.parse_args(argv)

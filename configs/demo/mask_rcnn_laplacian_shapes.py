@@ -8,7 +8,7 @@ _base_ = '../mask_rcnn_laplacian_t.py'
 data_root = 'data/shapes/'
 metainfo = dict(classes=('circle', 'square', 'triangle'),
                 palette=[(220, 60, 60), (60, 160, 60), (60, 90, 220)])
-max_epochs = 12
+max_epochs = 8
 channels = 64
 num_classes = 3
 
@@ -19,7 +19,7 @@ model = dict(
         arch=dict(
             _delete_=True,
             embed_dims=(32, 64, 128, 256),
-            depths=(2, 2, 2, 2),
+            depths=(1, 2, 2, 2),
             num_heads=(1, 2, 4, 8),
             mlp_ratios=(4, 4, 4, 4)),
         drop_path_rate=0.),
@@ -28,18 +28,26 @@ model = dict(
     rpn_head=dict(
         in_channels=channels,
         feat_channels=channels,
-        # Anchors of 16 to 128 px for objects of 12 to 64 px.
-        anchor_generator=dict(scales=[4], strides=[4, 8, 16, 32])),
+        # Squares of 12 to 152 px in thirds of an octave, for objects of 12 to 64 px.
+        anchor_generator=dict(
+            _delete_=True,
+            type='AnchorGenerator',
+            octave_base_scale=3,
+            scales_per_octave=3,
+            ratios=[1.0],
+            strides=[4, 8, 16, 32])),
     roi_head=dict(
-        bbox_roi_extractor=dict(out_channels=channels, finest_scale=28),
+        bbox_roi_extractor=dict(
+            out_channels=channels, finest_scale=28, roi_layer=dict(sampling_ratio=1)),
         bbox_head=dict(in_channels=channels, fc_out_channels=256, num_classes=num_classes),
-        mask_roi_extractor=dict(out_channels=channels, finest_scale=28),
-        mask_head=dict(in_channels=channels, conv_out_channels=channels, num_convs=2,
+        mask_roi_extractor=dict(
+            out_channels=channels, finest_scale=28, roi_layer=dict(sampling_ratio=1)),
+        mask_head=dict(in_channels=channels, conv_out_channels=32, num_convs=2,
                        num_classes=num_classes, norm_cfg=dict(type='BN'))),
     train_cfg=dict(
         rpn=dict(sampler=dict(num=64)),
         rpn_proposal=dict(nms_pre=200, max_per_img=60),
-        rcnn=dict(sampler=dict(num=48))),
+        rcnn=dict(sampler=dict(num=32))),
     test_cfg=dict(
         rpn=dict(nms_pre=200, max_per_img=60),
         rcnn=dict(max_per_img=20)))
@@ -81,7 +89,7 @@ test_evaluator = val_evaluator
 
 train_cfg = dict(max_epochs=max_epochs, val_interval=max_epochs)
 optim_wrapper = dict(
-    optimizer=dict(lr=1e-3),
+    optimizer=dict(lr=2e-3, fused=True),
     clip_grad=dict(max_norm=5.))
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=100),
