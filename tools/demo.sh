@@ -44,7 +44,7 @@ draw() {
   local images
   mapfile -t images < <(find "$data/val" -name '*.png' | sort)
   "$python" tools/image_demo.py "${images[@]:0:$num_pictures}" "$config" "$(last_checkpoint)" \
-    --out-dir "$pictures"
+    --score-thr 0.5 --out-dir "$pictures"
 }
 
 mkdir -p "$work_dir"

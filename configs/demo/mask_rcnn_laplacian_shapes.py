@@ -13,7 +13,6 @@ channels = 64
 num_classes = 3
 
 model = dict(
-    data_preprocessor=dict(pad_size_divisor=32),
     # A size of your own: four values a key, one for each stage.
     backbone=dict(
         arch=dict(

@@ -1,5 +1,6 @@
 """The layers around the attention, on token maps ``(B, H, W, C)``."""
 
+import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
@@ -15,6 +16,8 @@ class DepthwiseConv(nn.Conv2d):
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, channels, 3, padding=1, groups=channels)
+        # The layout of its gradient: DDP copies a gradient that is laid out differently.
+        self.to(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
