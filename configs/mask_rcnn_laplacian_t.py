@@ -7,13 +7,13 @@ _base_ = [
 ]
 custom_imports = dict(imports=['mmlaplacian'], allow_failed_imports=False)
 
-# A checkpoint of the classifier or the backbone starts the backbone: None trains from scratch,
-# dict(type='Pretrained', checkpoint='classifier.pth') loads it and stops if nothing matches.
+# checkpoint: a file of the classifier or the backbone, refused if nothing in it matches; None
+# trains from scratch. --cfg-options model.backbone.init_cfg.checkpoint=FILE sets it.
 model = dict(
     backbone=dict(
         _delete_=True,
         type='LaplacianFormer',
         arch='tiny',
         drop_path_rate=0.1,
-        init_cfg=None),
+        init_cfg=dict(type='Pretrained', checkpoint=None)),
     neck=dict(in_channels=[64, 128, 320, 512]))

@@ -8,7 +8,7 @@ _base_ = [
 custom_imports = dict(imports=['mmlaplacian'], allow_failed_imports=False)
 
 # RetinaNet reads strides 8 to 128: the first stage gets no output norm, which would be left
-# without a gradient. init_cfg as in mask_rcnn_laplacian_t.py.
+# without a gradient. checkpoint as in mask_rcnn_laplacian_t.py.
 model = dict(
     backbone=dict(
         _delete_=True,
@@ -16,5 +16,5 @@ model = dict(
         arch='tiny',
         out_indices=(1, 2, 3),
         drop_path_rate=0.1,
-        init_cfg=None),
+        init_cfg=dict(type='Pretrained', checkpoint=None)),
     neck=dict(in_channels=[128, 320, 512], start_level=0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import DefaultScope
+from mmengine.registry import MODELS, DefaultScope
 from torch import Tensor, nn
 
 from mmlaplacian import LaplacianFormer
@@ -29,9 +30,9 @@ def load(name: str) -> Config:
 @cache
 def build(name: str) -> nn.Module:
     """The detector in training mode, built once a config."""
-    from mmdet.registry import MODELS
+    from mmdet.registry import MODELS as DETECTORS
     with DefaultScope.overwrite_default_scope('mmdet'):
-        return MODELS.build(load(name).model).train()
+        return DETECTORS.build(load(name).model).train()
 
 
 def dense_head(model: nn.Module) -> nn.Module:
@@ -66,7 +67,12 @@ def test_b32_carries_its_imports_and_builds_through_the_registry(name: str) -> N
 
 @pytest.mark.parametrize('name', COMPLETE)
 def test_backbone_is_ready_for_a_checkpoint(name: str) -> None:
-    assert load(name).model.backbone.init_cfg is None
+    """One --cfg-options entry names the file; None trains from scratch."""
+    config = copy.deepcopy(load(name))
+    assert config.model.backbone.init_cfg == dict(type='Pretrained', checkpoint=None)
+    config.merge_from_dict({'model.backbone.init_cfg.checkpoint': 'missing.pth'})
+    with pytest.raises(FileNotFoundError, match='missing.pth'):
+        MODELS.build(config.model.backbone).init_weights()
 
 
 @pytest.mark.parametrize('name', COMPLETE)

@@ -25,6 +25,20 @@ ARCHS = {
 ARCH_KEYS = ('embed_dims', 'depths', 'num_heads', 'mlp_ratios')
 
 
+def stage_integers(name: str, values: object) -> tuple[int, ...]:
+    """Returns ``values`` as a tuple when it is one integer >= 1 for each stage.
+
+    Raises:
+        TypeError: An entry is not an integer.
+        ValueError: Not one entry for each stage, or an entry below 1.
+    """
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != NUM_STAGES:
+        raise ValueError(f'{name} must be {NUM_STAGES} integers >= 1, one for each stage, got '
+                         f'{values!r}')
+    return tuple(integer_at_least(f'{name}[{stage}]', value, 1)
+                 for stage, value in enumerate(values))
+
+
 def resolve_arch(arch: str | Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """Returns the four settings of each stage by key.
 
@@ -47,15 +61,7 @@ def resolve_arch(arch: str | Mapping[str, Sequence[int]]) -> dict[str, tuple[int
                         f'{ARCH_KEYS}, got {arch!r} of type {type(arch).__name__}')
     if set(arch) != set(ARCH_KEYS):
         raise ValueError(f'arch must have exactly the keys {ARCH_KEYS}, got {tuple(arch)}')
-    resolved = {}
-    for key in ARCH_KEYS:
-        values = arch[key]
-        if isinstance(values, str) or not isinstance(values, Sequence) \
-                or len(values) != NUM_STAGES:
-            raise ValueError(f'arch[{key!r}] must be {NUM_STAGES} integers >= 1, one for each '
-                             f'stage, got {values!r}')
-        resolved[key] = tuple(integer_at_least(f'arch[{key!r}][{stage}]', value, 1)
-                              for stage, value in enumerate(values))
+    resolved = {key: stage_integers(f'arch[{key!r}]', arch[key]) for key in ARCH_KEYS}
     for stage, (dims, heads) in enumerate(zip(resolved['embed_dims'], resolved['num_heads'],
                                               strict=True)):
         if dims % heads:

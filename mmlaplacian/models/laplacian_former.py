@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from types import NoneType
+from numbers import Integral
 
 import torch
 from mmengine.model import BaseModule, ModuleList
@@ -16,9 +16,13 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from ..ops.validation import check_rate, integer_at_least
-from .arch import NUM_STAGES, PATCH_SIZES, STRIDES, resolve_arch
+from .arch import NUM_STAGES, PATCH_SIZES, STRIDES, resolve_arch, stage_integers
 from .pretrained import load_pretrained
 from .stage import LaplacianStage
+
+
+def _is_pretrained(init_cfg: Mapping) -> bool:
+    return init_cfg['type'] in ('Pretrained', PretrainedInit)
 
 
 @MODELS.register_module()
@@ -52,7 +56,8 @@ class LaplacianFormer(BaseModule):
             Default 0.
         with_cp: Recompute blocks in the backward to save memory. Default False.
         init_cfg: None (default) draws new weights; ``dict(type='Pretrained', checkpoint=...)``
-            also loads a file, see :func:`mmlaplacian.models.pretrained.load_pretrained`.
+            also loads a file unless that is None, see
+            :func:`mmlaplacian.models.pretrained.load_pretrained`.
 
     Raises:
         TypeError: An argument of the wrong type.
@@ -83,9 +88,8 @@ class LaplacianFormer(BaseModule):
                  drop_path_rate: float = 0.,
                  with_cp: bool = False,
                  init_cfg: dict | list[dict] | None = None) -> None:
-        if not isinstance(init_cfg, (dict, list, NoneType)):
-            raise TypeError(f'init_cfg must be None, a dict or a list of dicts, got {init_cfg!r}')
         super().__init__(init_cfg)
+        self._check_init_cfg()
         settings = resolve_arch(arch)
         self.in_channels = integer_at_least('in_channels', in_channels, 1)
         self.embed_dims = settings['embed_dims']
@@ -99,9 +103,8 @@ class LaplacianFormer(BaseModule):
         check_rate('drop_path_rate', drop_path_rate)
         if pool_ratio is None:
             pool_ratio = (None, ) * NUM_STAGES
-        elif not isinstance(pool_ratio, Sequence) or len(pool_ratio) != NUM_STAGES:
-            raise ValueError(f'pool_ratio must be None or {NUM_STAGES} integers >= 1, one for '
-                             f'each stage, got {pool_ratio!r}')
+        else:
+            pool_ratio = stage_integers('pool_ratio', pool_ratio)
 
         attention = dict(
             landmark_grid=landmark_grid, kernel=kernel, kernel_scale=kernel_scale, ridge=ridge,
@@ -132,12 +135,13 @@ class LaplacianFormer(BaseModule):
         accepted = (f'out_indices must be increasing stages from 0 to {NUM_STAGES - 1}, at '
                     f'least one, got {out_indices!r}')
         if not isinstance(out_indices, Sequence) or isinstance(out_indices, str) \
-                or not all(type(index) is int for index in out_indices):
+                or not all(isinstance(index, Integral) and not isinstance(index, bool)
+                           for index in out_indices):
             raise TypeError(accepted)
         if not out_indices or list(out_indices) != sorted(set(out_indices)) \
                 or not set(out_indices) <= set(range(NUM_STAGES)):
             raise ValueError(accepted)
-        return tuple(out_indices)
+        return tuple(map(int, out_indices))
 
     def _frozen_modules(self) -> list[nn.Module]:
         if self.frozen_stages < 0:
@@ -155,6 +159,21 @@ class LaplacianFormer(BaseModule):
             module.eval()
         return self
 
+    def _init_cfgs(self) -> list[dict]:
+        if self.init_cfg is None:
+            return []
+        return self.init_cfg if isinstance(self.init_cfg, list) else [self.init_cfg]
+
+    def _check_init_cfg(self) -> None:
+        for cfg in self._init_cfgs():
+            if not isinstance(cfg, dict) or 'type' not in cfg:
+                raise TypeError('init_cfg must be None, a dict with the key type or a list of '
+                                f'such dicts, got {self.init_cfg!r}')
+            unknown = set(cfg) - {'type', 'checkpoint', 'prefix', 'map_location'}
+            if _is_pretrained(cfg) and ('checkpoint' not in cfg or unknown):
+                raise ValueError("init_cfg of type 'Pretrained' must have the key checkpoint and "
+                                 f'may have prefix, got {cfg!r}')
+
     def init_weights(self) -> None:
         """Draws new weights, then loads a pretrained file if ``init_cfg`` names one.
 
@@ -164,10 +183,8 @@ class LaplacianFormer(BaseModule):
         if self.is_init:
             super().init_weights()
             return
-        init_cfgs = [self.init_cfg] if isinstance(self.init_cfg, dict) else self.init_cfg or []
-        pretrained = [cfg for cfg in init_cfgs
-                      if cfg['type'] in ('Pretrained', PretrainedInit)]
-        drawn = [cfg for cfg in init_cfgs if cfg not in pretrained]
+        pretrained = [cfg for cfg in self._init_cfgs() if _is_pretrained(cfg)]
+        drawn = [cfg for cfg in self._init_cfgs() if not _is_pretrained(cfg)]
         if drawn:
             init_cfg, self.init_cfg = self.init_cfg, drawn
             super().init_weights()
@@ -176,7 +193,8 @@ class LaplacianFormer(BaseModule):
             self._draw_weights()
             self._is_init = True
         for cfg in pretrained:
-            load_pretrained(self, cfg['checkpoint'], cfg.get('prefix'))
+            if cfg['checkpoint'] is not None:
+                load_pretrained(self, cfg['checkpoint'], cfg.get('prefix'))
 
     def _draw_weights(self) -> None:
         for module in self.modules():

@@ -217,6 +217,25 @@ def test_b08_autocast_takes_mixed_dtypes(op, ref):
     torch.testing.assert_close(out, ref(q.bfloat16().float(), k, 4.0), rtol=1e-5, atol=1e-6)
 
 
+def test_gaussian_matrix_of_far_clusters_stays_positive_definite():
+    """The expanded square would round it to eigenvalues of -7e-2."""
+    generator = torch.Generator().manual_seed(0)
+    centers = torch.randn(2, 32, generator=generator) * 1000 / 32**0.5
+    x = centers[torch.arange(49) % 2] + 1e-3 * torch.randn(49, 32, generator=generator)
+    w = gaussian_kernel(x[None, None], x[None, None], 4.0)
+    assert torch.equal(w, w.mT) and (w.diagonal(dim1=-2, dim2=-1) == 1).all()
+    assert torch.linalg.eigvalsh(w.double()).min() > -1e-4
+
+
+@kernels
+@pytest.mark.parametrize('kernel_scale', [1e-40, 1e30])
+def test_scales_at_the_end_of_float32(op, ref, kernel_scale):
+    q, _ = make_inputs((1, 1, 4, 4, 8), torch.float32)
+    kernel = op(q, q, kernel_scale)
+    expected = torch.eye(4) if kernel_scale < 1 else torch.ones(4, 4)
+    assert torch.equal(kernel[0, 0], expected)
+
+
 def test_float32_accuracy_of_the_gaussian_far_from_the_origin():
     """The expanded square would cancel about a common offset."""
     q, k = (x.detach() + 30 for x in make_inputs((1, 1, 50, 20, 32), scale=0.1))

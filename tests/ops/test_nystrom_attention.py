@@ -211,6 +211,32 @@ def test_b43_empty(normalize, batch, n):
     assert q.grad.shape == q.shape and (landmarks.grad == 0).all()
 
 
+@normalizations
+@kernels
+@pytest.mark.parametrize('case', ['flat keys', 'flat'])
+def test_smallest_accepted_ridge_gives_finite_results_in_float32(normalize, kernel, case):
+    inputs = [x.float() for x in make_inputs(784, case=case, grid=14)]
+    smallest = 196 * torch.finfo(torch.float32).eps
+    out = nystrom_attention(*inputs, ridge=1.01 * smallest, kernel=kernel, normalize=normalize)
+    assert out.isfinite().all()
+    with pytest.raises(ValueError, match='ridge must be at least .* for 196 landmarks'):
+        nystrom_attention(*inputs, ridge=0.99 * smallest, kernel=kernel, normalize=normalize)
+
+
+def test_huge_ridge_leaves_the_mean_value():
+    q, k, v, landmarks = make_inputs(49)
+    out = nystrom_attention(q, k, v, landmarks, ridge=1e30)
+    torch.testing.assert_close(out, v.mean(-2, keepdim=True).expand_as(out))
+
+
+def test_functional_gradient():
+    inputs = make_inputs(49)
+    q = inputs[0].clone().requires_grad_()
+    nystrom_attention(q, *inputs[1:]).square().sum().backward()
+    functional = torch.func.grad(lambda x: nystrom_attention(x, *inputs[1:]).square().sum())
+    torch.testing.assert_close(functional(inputs[0]), q.grad)
+
+
 def tokens(n=4, d=8, heads=1, dtype=torch.float32):
     return torch.zeros(1, heads, n, d, dtype=dtype)
 

@@ -33,19 +33,53 @@ class _LaplacianKernel(torch.autograd.Function):
     """K = exp(-||q - k||_1 / lambda); keeps q, k and K for the backward."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
-        kernel = torch.cdist(q, k, p=1.0).mul_(-1 / kernel_scale).exp_()
-        ctx.kernel_scale = kernel_scale
-        ctx.save_for_backward(q, k, kernel)
-        return kernel
+    def forward(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
+        return torch.cdist(q, k, p=1.0).div_(-kernel_scale).exp_()
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, float],
+                      output: Tensor) -> None:
+        q, k, ctx.kernel_scale = inputs
+        ctx.save_for_backward(q, k, output)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_kernel: Tensor) -> tuple[Tensor, Tensor, None]:
         q, k, kernel = ctx.saved_tensors
         # The product is dense whatever the strides of grad_kernel (zeros after a sum()).
-        grad_distance = (grad_kernel * kernel).mul_(-1 / ctx.kernel_scale).contiguous()
+        grad_distance = (grad_kernel * kernel).div_(-ctx.kernel_scale).contiguous()
         return *_l1_gradients(grad_distance, q, k), None
+
+
+class _GaussianKernel(torch.autograd.Function):
+    """K = exp(-||q - k||_2^2 / (2 lambda)); keeps q, k and K for the backward.
+
+    The distance is summed over differences: the expansion ||q||^2 + ||k||^2 - 2 q.k rounds W
+    of far-off keys to an indefinite matrix.
+    """
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
+        distance = torch.cdist(q, k, compute_mode='donot_use_mm_for_euclid_dist')
+        return distance.square_().div_(-2 * kernel_scale).exp_()
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, float],
+                      output: Tensor) -> None:
+        q, k, ctx.kernel_scale = inputs
+        ctx.save_for_backward(q, k, output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_kernel: Tensor) -> tuple[Tensor, Tensor, None]:
+        q, k, kernel = ctx.saved_tensors
+        # d K / d q = -K (q - k) / lambda; about the mean key the two terms cancel less.
+        weight = (grad_kernel * kernel).div_(-ctx.kernel_scale)
+        center = k.mean(-2, keepdim=True)
+        q, k = q - center, k - center
+        grad_q = q * weight.sum(-1)[..., None] - weight @ k
+        grad_k = k * weight.sum(-2)[..., None] - weight.mT @ q
+        return grad_q, grad_k, None
 
 
 def laplacian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
@@ -54,13 +88,5 @@ def laplacian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
 
 
 def gaussian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
-    """See :func:`mmlaplacian.ops.gaussian_kernel`.
-
-    The squared distance is expanded, ||q||^2 + ||k||^2 - 2 q.k, about the mean key: the kernel
-    depends on differences only, and the expansion cancels less near the origin.
-    """
-    center = k.mean(-2, keepdim=True).detach()
-    q, k = q - center, k - center
-    squares = q.square().sum(-1, keepdim=True) + k.square().sum(-1, keepdim=True).mT
-    distance = torch.clamp_min(squares - 2 * (q @ k.mT), 0)
-    return torch.exp(-distance / (2 * kernel_scale))
+    """See :func:`mmlaplacian.ops.gaussian_kernel`."""
+    return _GaussianKernel.apply(q, k, kernel_scale)

@@ -22,8 +22,9 @@ def newton_schulz_inverse(
     Args:
         w: Nonsingular matrices ``(..., M, M)``, ridge included.
         solver_iters: Steps. None takes what the worst matrix of kernel values of this size
-            needs, from M, the bound and the dtype
-            (:func:`mmlaplacian.ops.newton_schulz.default_iters`).
+            needs, from M, the bound and the dtype; without a bound it provides for singular
+            values down to 1e-2 / (M + 1e-2) of the norm, and a matrix nearer to singular needs
+            more (:func:`mmlaplacian.ops.newton_schulz.default_iters`).
         spd_lower_bound: A positive lower bound of the eigenvalues, such as the ridge. It says
             that ``w`` is symmetric positive definite and selects the faster start
             2 / (||W||_inf + bound) I. None starts at W^T / (||W||_1 ||W||_inf), which converges

@@ -32,6 +32,6 @@ def default_iters(m: int, spd_lower_bound: float | None, dtype: torch.dtype) -> 
         x = (GENERAL_LOWER_BOUND / (m + GENERAL_LOWER_BOUND))**2
     else:
         x = 2 * spd_lower_bound / (m + 2 * spd_lower_bound)
-    # e^(2^s) <= rounding, with log(e) = log(1 - x).
-    squarings = math.log2(math.log(torch.finfo(dtype).eps) / math.log1p(-x))
+    # e^(2^s) <= rounding, with log(e) = log(1 - x); at x = 1 the start is exact.
+    squarings = math.log2(math.log(torch.finfo(dtype).eps) / math.log1p(-min(x, 0.99)))
     return max(1, math.ceil(squarings))

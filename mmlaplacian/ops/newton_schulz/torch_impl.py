@@ -31,13 +31,16 @@ class _NewtonSchulzInverse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, w: Tensor, solver_iters: int,
-                spd_lower_bound: float | None) -> Tensor:
+    def forward(w: Tensor, solver_iters: int, spd_lower_bound: float | None) -> Tensor:
         x = _start(w, spd_lower_bound)
         for _ in range(solver_iters):
             x = torch.baddbmm(x, x, _residual_matrix(w, x))
-        ctx.save_for_backward(x)
         return x
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, int, float | None],
+                      output: Tensor) -> None:
+        ctx.save_for_backward(output)
 
     @staticmethod
     @once_differentiable

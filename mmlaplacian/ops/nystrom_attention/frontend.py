@@ -1,10 +1,11 @@
 """Public form of the attention: checks once, then hands over to an implementation."""
 
+import torch
 from torch import Tensor
 
 from .. import validation
 from ..laplacian_kernel import KERNELS
-from ..precision import call_in_compute_dtype
+from ..precision import call_in_compute_dtype, compute_dtype
 from . import torch_impl
 
 NORMALIZATIONS = ('whiten', 'row', 'none')
@@ -39,7 +40,9 @@ def nystrom_attention(q: Tensor,
         v: Values ``(B, h, N, d_v)``.
         landmarks: Landmark keys ``(B, h, M, d)``, M >= 1.
         kernel_scale: lambda > 0, in the unit of the kernel's distance. Default 4.0.
-        ridge: Added to the diagonal of the landmark matrix, > 0. Default 1e-2.
+        ridge: Added to the diagonal of the landmark matrix, at least M times the rounding unit
+            of the compute dtype: below that, rounding makes the matrix of equal landmarks
+            indefinite. Default 1e-2.
         whiten_eps: Floor of the normalisation, > 0. Default 1e-5.
         solver_iters: Newton-Schulz steps. Default None: from M, ridge and dtype.
         kernel: ``'laplacian'`` (default) or ``'gaussian'``.
@@ -62,9 +65,15 @@ def nystrom_attention(q: Tensor,
                          f'{tuple(landmarks.shape)}')
     if solver_iters is not None:
         solver_iters = validation.integer_at_least('solver_iters', solver_iters, 1)
+    ridge = validation.positive_number('ridge', ridge)
+    dtype = compute_dtype(q, k, v, landmarks)
+    smallest = landmarks.shape[2] * torch.finfo(dtype).eps
+    if ridge < smallest:
+        raise ValueError(f'ridge must be at least {smallest:.1e} for {landmarks.shape[2]} '
+                         f'landmarks in {dtype}, got {ridge:g}')
     options = dict(
         kernel_scale=validation.positive_number('kernel_scale', kernel_scale),
-        ridge=validation.positive_number('ridge', ridge),
+        ridge=ridge,
         whiten_eps=validation.positive_number('whiten_eps', whiten_eps),
         solver_iters=solver_iters,
         kernel=validation.one_of('kernel', kernel, tuple(KERNELS)),
