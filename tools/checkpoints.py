@@ -20,6 +20,16 @@ def require_checkpoint(path: str) -> None:
         raise UserError(f'checkpoint {path} does not exist (looked in {Path.cwd()})')
 
 
+def require_readable_checkpoint(path: str) -> None:
+    """Refuses a local checkpoint that does not exist or cannot be read; a URL passes.
+
+    Raises:
+        UserError: With the path.
+    """
+    if '://' not in path:
+        load_checkpoint(path)
+
+
 def load_checkpoint(path: str) -> dict:
     """Loads a checkpoint to the CPU.
 

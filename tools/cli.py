@@ -1,15 +1,13 @@
-"""What the tools share: user errors, config loading and the CPU process group."""
+"""What the tools share: user errors, command line options and the CPU process group."""
 
 from __future__ import annotations
 
 import argparse
-import copy
-import difflib
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from mmengine.config import Config, DictAction
@@ -18,6 +16,12 @@ from mmengine.device import get_device
 
 class UserError(Exception):
     """A mistake in the input; its text is the one sentence the user reads."""
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error without line breaks, nor the quotes of ``KeyError``."""
+    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    return ' '.join(text.split())
 
 
 def exits_on_user_error(main: Callable[..., int]) -> Callable[..., int]:
@@ -38,14 +42,18 @@ def exits_on_user_error(main: Callable[..., int]) -> Callable[..., int]:
 
 
 class CfgOptions(DictAction):
-    """``DictAction`` that answers an entry without ``=`` with a usage error."""
+    """``DictAction`` that answers a malformed entry with a usage error."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace,
                  values: Sequence[str], option_string: str | None = None) -> None:
         for value in values:
-            if '=' not in value:
-                parser.error(f'argument {option_string}: expected KEY=VALUE, got {value!r}')
-        super().__call__(parser, namespace, values, option_string)
+            if not re.match(r'[^.=]+(\.[^.=]+)*=', value):
+                parser.error(f'argument {option_string}: expected KEY=VALUE, got {value!r}; KEY '
+                             'is names joined by single dots')
+            try:
+                super().__call__(parser, namespace, [value], option_string)
+            except (AssertionError, RecursionError):
+                parser.error(f'argument {option_string}: the brackets of {value!r} do not match')
 
 
 def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,82 +75,25 @@ def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
                         help=argparse.SUPPRESS)
 
 
-def load_config(path: str) -> Config:
-    """Loads a config file.
-
-    Args:
-        path: Config file (``.py``, ``.json``, ``.yaml`` or ``.yml``).
-
-    Raises:
-        UserError: If the file does not exist or cannot be loaded.
-    """
-    file = Path(path)
-    if not file.is_file():
-        neighbours = [str(p) for p in file.parent.glob('*.py')] if file.parent.is_dir() else []
-        close = difflib.get_close_matches(str(file), neighbours, n=1)
-        hint = f'; did you mean {close[0]}?' if close else ''
-        raise UserError(f'config {path} does not exist (looked in {Path.cwd()}){hint}')
-    try:
-        return Config.fromfile(path)
-    except ImportError as error:
-        missing = _root_of(error)
-        if not isinstance(missing, ModuleNotFoundError):
-            raise
-        hint = ('; run `make demo` once or `pip install -e .` in the repository'
-                if missing.name == 'mmlaplacian' else '')
-        raise UserError(f'config {path} needs the Python module {missing.name!r}, which is not '
-                        f'installed{hint}') from error
-    except (OSError, SyntaxError, KeyError, ValueError) as error:
-        raise UserError(f'config {path} cannot be loaded: {error}') from error
-
-
-def _root_of(error: BaseException) -> BaseException:
-    """The error that started a chain; mmengine wraps failed imports twice."""
-    while (earlier := error.__cause__ or error.__context__) is not None:
-        error = earlier
-    return error
-
-
-def merge_cfg_options(cfg: Config, options: dict | None) -> None:
-    """Merges ``--cfg-options`` into ``cfg``.
-
-    Raises:
-        UserError: If an option does not fit the config.
-    """
-    if not options:
-        return
-    try:
-        cfg.merge_from_dict(copy.deepcopy(options))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        given = ' '.join(f'{key}={value}' for key, value in options.items())
-        raise UserError(f'--cfg-options {given} does not fit the config: {error}') from error
-
-
-def set_work_dir(cfg: Config, config_path: str, work_dir: str | None) -> None:
-    """Sets ``cfg.work_dir``: option first, then config, then the config's name."""
-    if work_dir is not None:
-        cfg.work_dir = work_dir
-    elif cfg.get('work_dir') is None:
-        cfg.work_dir = os.path.join('work_dirs', Path(config_path).stem)
-
-
 def set_up_launcher(cfg: Config, launcher: str, local_rank: int) -> None:
     """Prepares ``cfg`` and, on a CPU, the process group for ``launcher``.
 
     Raises:
-        UserError: If the launcher's environment variables are missing.
+        UserError: If the launcher's environment variables or GPU are missing.
     """
     cfg.launcher = launcher
-    if launcher != 'none':
-        os.environ.setdefault('LOCAL_RANK', str(local_rank))
-    if launcher != 'pytorch':
+    if launcher == 'none':
         return
-    missing = [name for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
-               if name not in os.environ]
+    names, starter = _ENVIRONMENT[launcher]
+    missing = [name for name in names if name not in os.environ]
     if missing:
-        raise UserError(f'--launcher pytorch needs {", ".join(missing)} in the environment: '
-                        'start the tool with torchrun or tools/dist_train.sh')
+        raise UserError(f'--launcher {launcher} needs {", ".join(missing)} in the environment: '
+                        f'start the tool with {starter}')
+    os.environ.setdefault('LOCAL_RANK', str(local_rank))
     if get_device() == 'cpu':
+        if launcher != 'pytorch':
+            raise UserError(f'--launcher {launcher} needs a GPU, and no GPU is visible: on CPUs '
+                            f'start the tool with {_ENVIRONMENT["pytorch"][1]}')
         # mmengine's own start calls torch.cuda.set_device and passes device_ids to DDP.
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group('gloo')
@@ -153,6 +104,14 @@ def set_up_launcher(cfg: Config, launcher: str, local_rank: int) -> None:
         cfg.model_wrapper_cfg = wrapper
 
 
+# What mmengine reads, and what sets it.
+_ENVIRONMENT = {
+    'pytorch': (('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'),
+                'torchrun or tools/dist_train.sh'),
+    'slurm': (('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_NODELIST'), 'srun'),
+    'mpi': (('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_LOCAL_RANK',
+             'MASTER_ADDR'), 'mpirun of Open MPI'),
+}
 _WORLD_SIZE = {'pytorch': 'WORLD_SIZE', 'slurm': 'SLURM_NTASKS', 'mpi': 'OMPI_COMM_WORLD_SIZE'}
 _RANK = {'pytorch': 'RANK', 'slurm': 'SLURM_PROCID', 'mpi': 'OMPI_COMM_WORLD_RANK'}
 

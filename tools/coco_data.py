@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cli import UserError, walk_dicts, world_size
 from coco_file import CocoFile, read_coco_file
+from image_headers import check_image_sizes
 from mmengine.config import Config
 
 
@@ -75,8 +76,11 @@ def parse_own_data(parser: argparse.ArgumentParser, args: argparse.Namespace, *,
         image_dir=root / (args.img_prefix or ''))
 
 
-def apply_own_data(cfg: Config, data: OwnData) -> None:
+def apply_own_data(cfg: Config, data: OwnData) -> list[str]:
     """Points every data set, evaluator and head of ``cfg`` to ``data``.
+
+    Returns:
+        One line for the user if annotations are left out of training, else nothing.
 
     Raises:
         UserError: If the files or the config do not fit; ``cfg`` is unchanged then.
@@ -97,10 +101,11 @@ def apply_own_data(cfg: Config, data: OwnData) -> None:
                 f'the categories differ: {train.path} lists {", ".join(train.class_names)}; '
                 f'{val.path} lists {", ".join(val.class_names)}; both must list the same names '
                 'in the same order, because mmdet numbers labels by the order in the file')
-        if not any(image.has_annotation for image in train.images):
-            raise UserError(f'annotation file {train.path} has no image with annotations')
-    for file in (val, ) if train in (None, val) else (train, val):
+        _require_objects(train)
+    for split, file in (
+            [('test', val)] if train in (None, val) else [('train', train), ('test', val)]):
         _require_images(file, data.image_dir)
+        check_image_sizes(file, data.image_dir, obeys_exif=_obeys_exif(cfg, split))
 
     targets = [('val', val), ('test', val)] + ([('train', train)] if train else [])
     datasets = [(dataset, file) for split, file in targets
@@ -124,6 +129,10 @@ def apply_own_data(cfg: Config, data: OwnData) -> None:
                 node['ann_file'] = str(val.path)
     for node in heads:
         node['num_classes'] = len(val.class_names)
+    if train is None or not train.num_dropped:
+        return []
+    return [f'{train.num_dropped} of {train.num_annotations} annotations of {train.path} are left '
+            f'out of training by mmdet, first {train.first_unused}']
 
 
 def shorten_warm_up(cfg: Config, images: int, chosen: Collection[str] = ()) -> list[str]:
@@ -194,6 +203,22 @@ def num_training_images(cfg: Config) -> int:
 
 def _trains_masks(cfg: Config) -> bool:
     return any(node.get('mask_head') for _, node in walk_dicts(cfg.model))
+
+
+def _require_objects(train: CocoFile) -> None:
+    if not any(image.has_annotation for image in train.images):
+        raise UserError(f'annotation file {train.path} has no image with annotations')
+    if not any(image.has_object for image in train.images):
+        raise UserError(f'mmdet trains on none of the {train.num_annotations} annotations of '
+                        f'{train.path}, first {train.first_unused}')
+
+
+def _obeys_exif(cfg: Config, split: str) -> bool:
+    """Whether the pipeline of a split turns images by their EXIF orientation, the default."""
+    loader = cfg.get(f'{split}_dataloader') or {}
+    colors = [str(node.get('color_type')) for _, node in walk_dicts(loader.get('dataset'))]
+    return not any(
+        color == 'unchanged' or color.endswith('ignore_orientation') for color in colors)
 
 
 def _require_images(file: CocoFile, image_dir: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from cli import UserError
+from coco_masks import segmentation_fault
 
 _ID = (int, str)
 _NUMBER = (int, float)
@@ -19,13 +21,19 @@ class CocoImage:
 
     Args:
         file_name: Path below the image folder.
-        short_side: min(width, height) in pixels.
-        has_annotation: Whether any annotation belongs to it.
+        width: In pixels, as the file says.
+        height: In pixels, as the file says.
+        has_annotation: Whether any annotation belongs to it, which decides over the filter of
+            ``mmdet.CocoDataset``.
+        has_object: Whether any annotation is an object to train on: neither dropped nor a crowd
+            region.
     """
 
     file_name: str
-    short_side: float
+    width: float
+    height: float
     has_annotation: bool
+    has_object: bool
 
 
 @dataclass(frozen=True)
@@ -37,16 +45,23 @@ class CocoFile:
         class_names: Category names in the order of the file, which is the
             order in which ``mmdet.CocoDataset`` numbers its labels.
         images: All images.
+        num_annotations: Number of annotations.
+        num_dropped: How many of them ``mmdet.CocoDataset`` drops.
+        first_unused: Id and fault of the first annotation that is dropped or a crowd region;
+            empty if there is none.
     """
 
     path: Path
     class_names: tuple[str, ...]
     images: tuple[CocoImage, ...]
+    num_annotations: int
+    num_dropped: int
+    first_unused: str
 
     def num_training_images(self, filter_empty_gt: bool, min_size: float) -> int:
         """Number of images that pass ``mmdet.CocoDataset``'s ``filter_cfg``."""
         return sum(1 for image in self.images
-                   if image.short_side >= min_size
+                   if min(image.width, image.height) >= min_size
                    and (image.has_annotation or not filter_empty_gt))
 
 
@@ -67,6 +82,10 @@ def load_json(path: Path) -> dict:
         raise UserError(f'annotation file {path} is not UTF-8 text: {error.reason} at byte '
                         f'{error.start}') from error
     except json.JSONDecodeError as error:
+        if 'BOM' in error.msg:
+            # Reading it here would only move the failure to pycocotools.
+            raise UserError(f'annotation file {path} starts with a byte order mark (BOM), which '
+                            'pycocotools does not read; save it as UTF-8 without BOM') from error
         raise UserError(f'annotation file {path} is not valid JSON: {error.msg} at line '
                         f'{error.lineno}, column {error.colno}') from error
     if not isinstance(content, dict):
@@ -120,9 +139,12 @@ def read_coco_file(path: Path, *, needs_masks: bool, is_evaluated: bool) -> Coco
 
     category_ids = [category['id'] for category in content['categories']]
     known_categories = set(category_ids)
-    known_images = {image['id'] for image in images}
+    known_images = {image['id']: image for image in images}
     annotated: set = set()
+    with_object: set = set()
     maskless = []
+    num_dropped = 0
+    first_unused = ''
     for ann in annotations:
         if ann['category_id'] not in known_categories:
             raise UserError(
@@ -135,9 +157,23 @@ def read_coco_file(path: Path, *, needs_masks: bool, is_evaluated: bool) -> Coco
         if len(box) != 4 or not all(isinstance(value, _NUMBER) for value in box):
             raise UserError(f'annotation file {path}: annotation {ann["id"]} has bbox {box!r} '
                             'instead of four numbers x, y, width, height')
-        annotated.add(ann['image_id'])
+        if not all(map(math.isfinite, (*box, ann['area']))):
+            raise UserError(f'annotation file {path}: annotation {ann["id"]} has bbox {box!r} and '
+                            f'area {ann["area"]!r}, but all must be finite')
+        image = known_images[ann['image_id']]
         if not ann.get('segmentation'):
             maskless.append(ann['id'])
+        elif needs_masks and (fault := segmentation_fault(
+                ann['segmentation'], image['height'], image['width'])):
+            raise UserError(f'annotation file {path}: the segmentation of annotation {ann["id"]} '
+                            f'is malformed: {fault}')
+        annotated.add(ann['image_id'])
+        fault = _reason_to_drop(ann, image)
+        num_dropped += fault is not None
+        if fault is None and not ann.get('iscrowd'):
+            with_object.add(ann['image_id'])
+        elif not first_unused:
+            first_unused = f'annotation {ann["id"]}: {fault or "it is a crowd region (iscrowd)"}'
     if needs_masks and maskless:
         raise UserError(
             f'annotation file {path}: {len(maskless)} of {len(annotations)} annotations have no '
@@ -147,8 +183,28 @@ def read_coco_file(path: Path, *, needs_masks: bool, is_evaluated: bool) -> Coco
         path=path,
         class_names=names,
         images=tuple(
-            CocoImage(image['file_name'], min(image['width'], image['height']),
-                      image['id'] in annotated) for image in images))
+            CocoImage(image['file_name'], image['width'], image['height'],
+                      image['id'] in annotated, image['id'] in with_object) for image in images),
+        num_annotations=len(annotations),
+        num_dropped=num_dropped,
+        first_unused=first_unused)
+
+
+def _reason_to_drop(ann: dict, image: dict) -> str | None:
+    """Why ``mmdet.CocoDataset`` drops an annotation without a word, or None if it does not."""
+    if ann.get('ignore'):
+        return 'it is marked as ignore'
+    x, y, width, height = box = ann['bbox']
+    if width < 1 or height < 1:
+        return (f'its bbox {box!r} is less than a pixel wide or high (bbox is x, y, width, height '
+                'in pixels)')
+    if ann['area'] <= 0:
+        return f'its area is {ann["area"]!r}'
+    if (min(x + width, image['width']) <= max(x, 0)
+            or min(y + height, image['height']) <= max(y, 0)):
+        return (f'its bbox {box!r} lies outside the image of {image["width"]} x '
+                f'{image["height"]} pixels')
+    return None
 
 
 def _entries(content: dict, section: str, fields: dict[str, type | tuple[type, ...]],

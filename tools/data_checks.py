@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from checkpoints import require_checkpoint
 from cli import UserError, walk_dicts
 from coco_file import category_names, load_json
 from mmengine.config import Config
@@ -71,6 +72,17 @@ def check_class_names(cfg: Config, splits: Sequence[str]) -> None:
                     read[path] = category_names(load_json(path), path)
                 _compare_names(classes, read[path], path, split)
             _compare_heads(cfg, classes, split)
+
+
+def check_pretrained_present(cfg: Config) -> None:
+    """Refuses ``init_cfg`` that names a checkpoint which does not exist.
+
+    Raises:
+        UserError: With the path.
+    """
+    for _, node in walk_dicts(cfg.model):
+        if node.get('type') == 'Pretrained' and node.get('checkpoint'):
+            require_checkpoint(node['checkpoint'])
 
 
 def class_names(cfg: Config, split: str) -> tuple[str, ...]:

@@ -8,13 +8,9 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from cli import (
-    CfgOptions,
-    UserError,
-    exits_on_user_error,
-    load_config,
-    merge_cfg_options,
-)
+from building import config_errors_explained
+from cli import CfgOptions, UserError, exits_on_user_error
+from config_file import load_config, merge_cfg_options
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -72,13 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     height, width = args.shape * 2 if len(args.shape) == 1 else args.shape
     cfg = load_config(args.config)
     merge_cfg_options(cfg, args.cfg_options)
-    if 'backbone' not in (cfg.get('model') or {}):
+    if not isinstance(cfg.get('model'), dict) or 'backbone' not in cfg.model:
         raise UserError(f'config {args.config} has no model.backbone')
     init_default_scope(cfg.get('default_scope', 'mmdet'))
 
     from mmdet.structures import DetDataSample  # slow import, after the checks
     torch.manual_seed(0)
-    model = MODELS.build(cfg.model).eval()
+    with config_errors_explained(args.config):
+        model = MODELS.build(cfg.model).eval()
     image = torch.rand(1, 3, height, width)
     sample = DetDataSample(metainfo=dict(
         img_shape=(height, width), ori_shape=(height, width), pad_shape=(height, width),

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import cv2
 import mmcv
 import torch
+from building import config_errors_explained, make_folder
 from checkpoints import check_checkpoint_fits, load_checkpoint
-from cli import (
-    CfgOptions,
-    UserError,
-    exits_on_user_error,
-    load_config,
-    merge_cfg_options,
-)
+from cli import CfgOptions, UserError, exits_on_user_error, one_line
+from config_file import load_config, merge_cfg_options, require_settings
 
 _IMAGE_SUFFIXES = ('.bmp', '.jpeg', '.jpg', '.png', '.tif', '.tiff', '.webp')
 
@@ -48,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; None for those of the process.
 
     Returns:
-        Exit status, 0 or 2 (the input was refused before any work).
+        Exit status, 0 or 2 (the input was refused before any work, or some images could not be
+        predicted).
     """
     parser = build_parser()
     args = parser.parse_args(argv)
@@ -59,27 +58,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     out_dir = Path(args.out_dir)
     if out_dir.exists() and not out_dir.is_dir():
         raise UserError(f'--out-dir {out_dir} is a file')
+    targets = _targets(images, out_dir)
     cfg = load_config(args.config)
-    if 'model' not in cfg or 'test_dataloader' not in cfg:
-        raise UserError(f'config {args.config} has no model and test_dataloader')
     merge_cfg_options(cfg, args.cfg_options)
+    require_settings(cfg, args.config, ('model', 'test_dataloader'))
     checkpoint = load_checkpoint(args.checkpoint)
+    make_folder(out_dir, '--out-dir')
 
     from drawing import draw_instances  # slow imports, after the checks
     from mmdet.apis import inference_detector, init_detector
-    model = init_detector(cfg, args.checkpoint, device=args.device)
+    with config_errors_explained(args.config):
+        model = init_detector(cfg, args.checkpoint, device=args.device)
     check_checkpoint_fits(checkpoint, model, args.checkpoint)
     classes = model.dataset_meta['classes']
 
-    out_dir.mkdir(parents=True, exist_ok=True)
-    for source, target in _targets(images, out_dir):
+    failed: list[str] = []
+    for source, target in targets:
         image = mmcv.imread(str(source), channel_order='rgb')
-        instances = inference_detector(model, str(source)).pred_instances
-        kept = instances[instances.scores > args.score_thr]
-        picture = draw_instances(image, kept, classes, model.dataset_meta['palette'])
+        try:
+            instances = inference_detector(model, str(source)).pred_instances
+            kept = instances[instances.scores > args.score_thr]
+            picture = draw_instances(image, kept, classes, model.dataset_meta['palette'])
+        except (cv2.error, RuntimeError, ValueError) as error:
+            # One odd image, such as one of 2 rows, must not cost the pictures of the others.
+            failed.append(f'{source} ({one_line(error)})')
+            continue
         mmcv.imwrite(picture[..., ::-1], str(target))
         print(f'{source}: {_summary(kept.labels.tolist(), instances.scores, classes)} -> '
               f'{target}', flush=True)
+    if failed:
+        raise UserError(f'{len(failed)} of {len(targets)} images could not be predicted: '
+                        f'{", ".join(failed)}')
     return 0
 
 
@@ -111,14 +120,31 @@ def _require_device(device: str) -> None:
 
 
 def _targets(images: list[Path], out_dir: Path) -> list[tuple[Path, Path]]:
-    """Pairs every image with its picture; equal names from different folders are numbered."""
-    taken: Counter[str] = Counter()
+    """Pairs every image with its picture; equal names are numbered.
+
+    Raises:
+        UserError: If a picture would replace one of the images.
+    """
+    # By inode, so that links and names that differ in case only are seen.
+    sources = {_inode(image): image for image in images}
+    taken: set[str] = set()
     targets = []
     for image in images:
-        taken[image.stem] += 1
-        suffix = f'_{taken[image.stem]}' if taken[image.stem] > 1 else ''
-        targets.append((image, out_dir / f'{image.stem}{suffix}.png'))
+        numbered = (f'{image.stem}_{number}' for number in itertools.count(2))
+        name = next(name for name in itertools.chain((image.stem, ), numbered)
+                    if name.casefold() not in taken)
+        taken.add(name.casefold())
+        target = out_dir / f'{name}.png'
+        if target.exists() and (source := sources.get(_inode(target))) is not None:
+            raise UserError(f'--out-dir {out_dir}: the picture {target} would replace the image '
+                            f'{source}; name another folder')
+        targets.append((image, target))
     return targets
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def _summary(labels: list[int], all_scores: torch.Tensor, classes: Sequence[str]) -> str:

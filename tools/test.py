@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from building import build_runner
 from checkpoints import (
     check_checkpoint_classes,
     check_checkpoint_fits,
@@ -18,18 +19,16 @@ from cli import (
     UserError,
     add_runner_arguments,
     exits_on_user_error,
-    load_config,
-    merge_cfg_options,
     say,
     set_up_launcher,
-    set_work_dir,
     walk_dicts,
 )
 from coco_data import add_data_arguments, apply_own_data, parse_own_data
+from config_file import load_config, merge_cfg_options, require_settings, set_work_dir
 from data_checks import check_class_names, check_data_present, class_names
 from mmengine.config import Config, ConfigDict
-from mmengine.registry import RUNNERS
-from mmengine.runner import Runner
+
+_NEEDED = ('model', 'test_dataloader', 'test_cfg', 'test_evaluator')
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -71,8 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     cfg = load_config(args.config)
     require_checkpoint(args.checkpoint)
     if own_data is not None:
+        require_settings(cfg, args.config, ('model', ))
         apply_own_data(cfg, own_data)
     merge_cfg_options(cfg, args.cfg_options)
+    require_settings(cfg, args.config, _NEEDED)
     set_work_dir(cfg, args.config, args.work_dir)
     cfg.load_from = args.checkpoint
     cfg.resume = False
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from mmdet.evaluation import DumpDetResults
     from mmdet.utils import setup_cache_size_limit_of_dynamo
     setup_cache_size_limit_of_dynamo()
-    runner = Runner.from_cfg(cfg) if 'runner_type' not in cfg else RUNNERS.build(cfg)
+    runner = build_runner(cfg, args.config, 'test')
     check_checkpoint_fits(checkpoint, runner.model, args.checkpoint)
     del checkpoint
     if args.out is not None:

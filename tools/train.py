@@ -7,17 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from checkpoints import require_checkpoint
-from cli import (
-    UserError,
-    add_runner_arguments,
-    exits_on_user_error,
-    load_config,
-    merge_cfg_options,
-    say,
-    set_up_launcher,
-    set_work_dir,
-)
+from building import build_runner
+from checkpoints import require_readable_checkpoint
+from cli import UserError, add_runner_arguments, exits_on_user_error, say, set_up_launcher
 from coco_data import (
     add_data_arguments,
     apply_own_data,
@@ -25,11 +17,13 @@ from coco_data import (
     parse_own_data,
     shorten_warm_up,
 )
-from data_checks import check_class_names, check_data_present
+from config_file import load_config, merge_cfg_options, require_settings, set_work_dir
+from data_checks import check_class_names, check_data_present, check_pretrained_present
 from mmengine.config import Config
 from mmengine.device import get_device
-from mmengine.registry import RUNNERS
-from mmengine.runner import Runner, find_latest_checkpoint
+from mmengine.runner import find_latest_checkpoint
+
+_NEEDED = ('model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -64,9 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     own_data = parse_own_data(parser, args, needs_train=True)
 
     cfg = load_config(args.config)
+    notes = []
     if own_data is not None:
-        apply_own_data(cfg, own_data)
+        require_settings(cfg, args.config, ('model', ))
+        notes += apply_own_data(cfg, own_data)
     merge_cfg_options(cfg, args.cfg_options)
+    require_settings(cfg, args.config, _NEEDED)
     set_work_dir(cfg, args.config, args.work_dir)
     if args.amp:
         cfg.optim_wrapper.type = 'AmpOptimWrapper'
@@ -76,20 +73,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         _enable_auto_scale_lr(cfg)
     if args.resume:
         _set_resume(cfg, args.resume, args.launcher)
+    elif cfg.get('load_from'):
+        require_readable_checkpoint(cfg.load_from)
+    check_pretrained_present(cfg)
     splits = ('train', 'val') if cfg.get('val_cfg') else ('train', )
     check_data_present(cfg, splits)
     check_class_names(cfg, splits)
     set_up_launcher(cfg, args.launcher, args.local_rank)
-    changes = []
     if own_data is not None:
-        changes = shorten_warm_up(cfg, num_training_images(cfg), args.cfg_options or ())
+        notes += shorten_warm_up(cfg, num_training_images(cfg), args.cfg_options or ())
 
     from mmdet.utils import setup_cache_size_limit_of_dynamo  # slow import, after the checks
     setup_cache_size_limit_of_dynamo()
-    runner = Runner.from_cfg(cfg) if 'runner_type' not in cfg else RUNNERS.build(cfg)
-    for change in changes:
+    runner = build_runner(cfg, args.config, 'train')
+    for note in notes:
         # Through the logger, so that it stands in the log and after the long config.
-        runner.logger.info(change)
+        runner.logger.info(note)
     runner.train()
     say(f'checkpoints and the complete config: {runner.work_dir}\n'
         f'log: {Path(runner.log_dir) / f"{runner.timestamp}.log"}', args.launcher)
@@ -112,7 +111,7 @@ def _enable_auto_scale_lr(cfg: Config) -> None:
 def _set_resume(cfg: Config, resume: str, launcher: str) -> None:
     cfg.resume = True
     if resume != 'auto':
-        require_checkpoint(resume)
+        require_readable_checkpoint(resume)
         cfg.load_from = resume
         return
     cfg.load_from = None
@@ -120,7 +119,7 @@ def _set_resume(cfg: Config, resume: str, launcher: str) -> None:
     if latest is None:
         say(f'nothing to resume in {cfg.work_dir}: training starts at the beginning', launcher)
     else:
-        require_checkpoint(latest)
+        require_readable_checkpoint(latest)
 
 
 if __name__ == '__main__':

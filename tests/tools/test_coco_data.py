@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
@@ -315,6 +317,8 @@ def test_a_chosen_warm_up_stays(tool, make_config, key):
 def test_training_images_are_those_that_mmdet_keeps(tool, apply, make_config, data_root,
                                                     data_flags, content):
     content['images'][0]['width'] = 31  # filter_cfg.min_size is 32
+    content['images'][0]['file_name'] = 'narrow.png'
+    cv2.imwrite(str(data_root / 'images' / 'narrow.png'), np.zeros((64, 31, 3), np.uint8))
     content['annotations'] = [ann for ann in content['annotations'] if ann['image_id'] != 1]
     (data_root / 'train.json').write_text(json.dumps(content))
     cfg = apply(make_config(), data_flags)

@@ -66,6 +66,60 @@ def test_refusals(tool, trained, tmp_path, capsys):
     assert not (tmp_path / 'pictures').exists()
 
 
+def write_image(path: Path, height: int = 64, width: int = 64) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    cv2.imwrite(str(path), np.full((height, width, 3), 90, np.uint8))
+    return path
+
+
+def test_every_picture_has_its_own_name(tool, tmp_path):
+    images = [tmp_path / name for name in ('a.jpg', 'a.png', 'a_2.png', 'A.bmp', 'b.png')]
+    for image in images:
+        write_image(image)
+    names = [target.name for _, target in tool('image_demo')._targets(images, tmp_path / 'out')]
+    assert names == ['a.png', 'a_2.png', 'a_2_2.png', 'A_3.png', 'b.png']
+
+
+@pytest.mark.parametrize('linked', [False, True])
+def test_images_are_never_replaced(tool, trained, tmp_path, capsys, linked):
+    image = write_image(tmp_path / 'in' / 'a.png')
+    before = image.read_bytes()
+    out_dir = tmp_path / 'in'
+    if linked:
+        out_dir = tmp_path / 'out'
+        out_dir.symlink_to(image.parent)
+    status = tool('image_demo').main([
+        str(image.parent), str(trained['dumped']), str(trained['checkpoint']), '--out-dir',
+        str(out_dir), '--device', 'cpu'])
+    assert status == 2
+    assert 'would replace the image' in capsys.readouterr().err
+    assert image.read_bytes() == before
+    assert list(image.parent.iterdir()) == [image]
+
+
+def test_one_odd_image_does_not_stop_the_others(tool, trained, tmp_path, capsys):
+    write_image(tmp_path / 'in' / 'a_long.png', 2, 3000)  # 64 pixels wide it has no row
+    write_image(tmp_path / 'in' / 'b.png')
+    status = tool('image_demo').main([
+        str(tmp_path / 'in'), str(trained['dumped']), str(trained['checkpoint']), '--out-dir',
+        str(tmp_path / 'out'), '--device', 'cpu'])
+    assert status == 2
+    assert [path.name for path in (tmp_path / 'out').iterdir()] == ['b.png']
+    error = capsys.readouterr().err
+    assert '1 of 2 images could not be predicted' in error
+    assert 'a_long.png' in error
+
+
+def test_an_out_dir_that_cannot_be_made(tool, trained, tmp_path, capsys):
+    (tmp_path / 'file').touch()
+    status = tool('image_demo').main([
+        str(trained['root'] / 'images' / '0.png'), str(trained['dumped']),
+        str(trained['checkpoint']), '--out-dir', str(tmp_path / 'file' / 'out'), '--device',
+        'cpu'])
+    assert status == 2
+    assert 'cannot be made: Not a directory' in capsys.readouterr().err
+
+
 def test_score_threshold_is_checked(tool, capsys):
     with pytest.raises(SystemExit):
         tool('image_demo').main(['a.png', 'c.py', 'a.pth', '--out-dir', 'o', '--score-thr', '3'])
@@ -133,3 +187,9 @@ def test_get_flops_needs_a_backbone(tool, tmp_path: Path, capsys):
     config.write_text('model = dict()')
     assert tool('get_flops').main([str(config)]) == 2
     assert 'has no model.backbone' in capsys.readouterr().err
+
+
+def test_get_flops_explains_a_bad_model(tool, make_config, capsys):
+    assert tool('get_flops').main([
+        str(make_config()), '--cfg-options', 'model.backbone.depth=19']) == 2
+    assert 'invalid depth 19 for resnet' in capsys.readouterr().err

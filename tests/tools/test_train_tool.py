@@ -25,11 +25,11 @@ class Built(Exception):
 def no_runner(tool, monkeypatch) -> None:
     """Makes building a runner raise :class:`Built`."""
 
-    def refuse(cfg: Config) -> None:
+    def refuse(cfg: Config, *_: object) -> None:
         raise Built(cfg)
 
     for name in ('train', 'test'):
-        monkeypatch.setattr(tool(name).Runner, 'from_cfg', refuse)
+        monkeypatch.setattr(tool(name), 'build_runner', refuse)
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_work_dir_follows_the_config(final_config, make_config, data_flags):
 
 def test_resume_options(final_config, make_config, data_flags, tmp_path, capsys):
     checkpoint = tmp_path / 'a.pth'
-    checkpoint.touch()
+    torch.save({}, checkpoint)
     cfg = final_config(make_config(), *data_flags, '--resume', checkpoint)
     assert cfg.resume is True
     assert cfg.load_from == str(checkpoint)
@@ -262,6 +262,9 @@ def test_a_checkpoint_of_another_model_is_refused(tool, trained, tmp_path, capsy
 @pytest.mark.parametrize(('name', 'args', 'message'), [
     ('train', ['c.py', '--launcher', 'ssh'], "invalid choice: 'ssh'"),
     ('train', ['c.py', '--cfg-options', 'lr:1'], "expected KEY=VALUE, got 'lr:1'"),
+    ('train', ['c.py', '--cfg-options', '=3'], "expected KEY=VALUE, got '=3'"),
+    ('train', ['c.py', '--cfg-options', 'a..b=3'], "got 'a..b=3'; KEY is names"),
+    ('train', ['c.py', '--cfg-options', 'x=[0,1'], "the brackets of 'x=[0,1' do not match"),
     ('train', ['c.py', '--data', 'own'], '--data needs --train-ann and --val-ann'),
     ('test', ['c.py', 'a.pth', '--data', 'own'], '--data needs --val-ann'),
     ('test', ['c.py', 'a.pth', '--out', 'a.json'], "'a.json' must end in .pkl or .pickle"),
@@ -292,3 +295,101 @@ def test_launch_scripts_say_how_to_use_them(name):
     run = subprocess.run([str(REPO / 'tools' / name), 'config.py'], capture_output=True, text=True)
     assert run.returncode == 2
     assert run.stderr.startswith('usage: ')
+
+
+@pytest.fixture
+def refused_by_runner(tool, capsys):
+    """Like ``refused``, with the runner, which logs before it fails."""
+
+    def run(*args: str | Path) -> str:
+        assert tool('train').main([str(arg) for arg in args]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith('error: ')
+        return error
+
+    return run
+
+
+@pytest.mark.parametrize(('option', 'message'), [
+    ('model.backbone.depth=19', 'KeyError: invalid depth 19 for resnet (resnet.py, line '),
+    ('model.backbone.type=ResNot', 'ResNot is not in the mmdet::model registry'),
+    ('train_cfg.max_epoch=1', "unexpected keyword argument 'max_epoch'"),
+    ('train_dataloader.batch_size=0', 'batch_size should be a positive integer'),
+    ('optim_wrapper.optimizer.lrr=1', "unexpected keyword argument 'lrr'"),
+])
+def test_constructors_errors_are_one_sentence(refused_by_runner, make_config, data_flags,
+                                              tmp_path, option, message):
+    config = make_config()
+    error = refused_by_runner(config, *data_flags, '--work-dir', tmp_path / 'run',
+                              '--cfg-options', option)
+    assert error.startswith(f'error: config {config}: ')
+    assert message in error
+
+
+def test_work_dir_that_cannot_be_made(refused_by_runner, make_config, data_flags, tmp_path):
+    (tmp_path / 'file').touch()
+    error = refused_by_runner(make_config(), *data_flags, '--work-dir', tmp_path / 'file')
+    assert error == f'error: work dir {tmp_path / "file"} cannot be made: File exists'
+
+
+def test_dropped_annotations_stand_in_the_log(tool, make_config, data_flags, data_root, content,
+                                              tmp_path):
+    content['annotations'][0]['area'] = 0
+    (data_root / 'train.json').write_text(json.dumps(content))
+    assert tool('train').main([
+        str(make_config()), *data_flags, '--work-dir', str(tmp_path / 'run'), '--cfg-options',
+        'val_cfg=None', 'val_dataloader=None', 'val_evaluator=None']) == 0
+    log = next((tmp_path / 'run').glob('*/*.log')).read_text()
+    assert '1 of 8 annotations of' in log
+    assert 'first annotation 0: its area is 0' in log
+
+
+def test_checkpoints_that_cannot_be_read(refused, trained, make_config, data_flags, tmp_path):
+    config = make_config()
+    cut = tmp_path / 'run' / 'epoch_1.pth'
+    cut.parent.mkdir()
+    content = trained['checkpoint'].read_bytes()
+    cut.write_bytes(content[:len(content) // 2])
+    (cut.parent / 'last_checkpoint').write_text(str(cut))
+    for args in (['--resume'], ['--resume', cut], ['--cfg-options', f'load_from={cut}']):
+        assert f'checkpoint {cut} cannot be read' in refused(
+            'train', config, *data_flags, '--work-dir', cut.parent, *args)
+    assert 'checkpoint nope.pth does not exist' in refused(
+        'train', config, *data_flags, '--cfg-options', 'load_from=nope.pth')
+    pretrained = make_config('box', "model['backbone']['init_cfg'] = dict("
+                             "type='Pretrained', checkpoint='gone.pth')")
+    assert 'checkpoint gone.pth does not exist' in refused('train', pretrained, *data_flags)
+
+
+@pytest.mark.parametrize('option', ['train_dataloader=None', 'optim_wrapper=None', 'model=None',
+                                    'train_dataloader.dataset=None', 'train_cfg=12'])
+def test_settings_that_training_needs(refused, make_config, data_flags, option):
+    name = option.partition('=')[0]
+    assert f'has no {name} (' in refused(
+        'train', make_config(), *data_flags, '--amp', '--cfg-options', option)
+
+
+def test_an_empty_config_is_refused(refused, tmp_path, data_flags):
+    config = tmp_path / 'empty.py'
+    config.touch()
+    checkpoint = tmp_path / 'a.pth'
+    torch.save({}, checkpoint)
+    for flags in ([], data_flags):
+        assert 'has no model' in refused('train', config, *flags)
+    assert 'has no model, test_dataloader' in refused('test', config, checkpoint)
+
+
+@pytest.mark.parametrize(('launcher', 'given', 'message'), [
+    ('slurm', {}, 'needs SLURM_PROCID, SLURM_NTASKS, SLURM_NODELIST'),
+    ('slurm', dict(SLURM_PROCID='0', SLURM_NTASKS='1'), 'needs SLURM_NODELIST'),
+    ('mpi', {}, 'needs OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE'),
+])
+def test_launchers_need_their_environment(refused, make_config, data_flags, monkeypatch,
+                                          launcher, given, message):
+    for name in list(os.environ):
+        if name.startswith(('SLURM_', 'OMPI_')):
+            monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert f'--launcher {launcher} {message}' in refused(
+        'train', make_config(), *data_flags, '--launcher', launcher)
