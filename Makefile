@@ -3,11 +3,12 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help env demo test lint
+.PHONY: help env demo test soak lint
 
 help:
 	@echo 'make demo   make .venv and the demo data, train, evaluate, draw'
 	@echo "make test   make .venv, then run the tests (ARGS='-k attention' goes to pytest)"
+	@echo 'make soak   every combination of sizes of the CUDA kernels: longer than make test'
 	@echo 'make lint   check the style with ruff'
 	@echo 'make env    only make .venv'
 	@echo 'All of them skip what is done. PYTHON=python3.11 chooses the interpreter of a new .venv.'
@@ -20,6 +21,9 @@ demo: env
 
 test: env
 	@.venv/bin/python -m pytest $(ARGS)
+
+soak: env
+	@.venv/bin/python -m pytest -m soak $(ARGS)
 
 lint: env
 	@.venv/bin/python -c 'import ruff' 2>/dev/null || \

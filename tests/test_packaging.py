@@ -62,7 +62,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / 'source'
     shutil.copytree(ROOT / 'mmlaplacian', source / 'mmlaplacian',
                     ignore=shutil.ignore_patterns('__pycache__'))
-    for name in ('tests', 'tools', 'configs'):
+    for name in ('cuda', 'tests', 'tools', 'configs'):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns('__pycache__'))
     for name in ('pyproject.toml', 'setup.cfg', 'README.md', 'LICENSE'):
         shutil.copy(ROOT / name, source / name)
@@ -86,7 +86,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     info = f'{wheel.name.removesuffix("-py3-none-any.whl")}.dist-info'
     assert wheel.name.endswith('-py3-none-any.whl')
     assert {name for name in names if not name.startswith(f'{info}/')} == {
-        path.relative_to(ROOT).as_posix() for path in (ROOT / 'mmlaplacian').rglob('*.py')}
+        *(path.relative_to(ROOT).as_posix() for path in (ROOT / 'mmlaplacian').rglob('*.py')),
+        *(f'mmlaplacian/cuda_src/{path.name}' for path in (ROOT / 'cuda').glob('*.cu*'))}
     assert any(Path(name).name == 'LICENSE' for name in names)
 
 
@@ -136,6 +137,9 @@ def test_installed_wheel_trains_a_config_outside_the_repo(wheel: Path, tmp_path:
 
     location = run(python, '-c', 'import mmlaplacian; print(mmlaplacian.__file__)', cwd=project)
     assert own_packages in Path(location.strip()).parents
+    text = run(python, '-c', 'from mmlaplacian.ops.cupy_runtime import source_text; '
+               "print(source_text('laplacian_kernel'))", cwd=project)
+    assert 'laplacian_kernel_forward' in text
     train = Path(sysconfig.get_path('purelib')) / 'mmdet' / '.mim' / 'tools' / 'train.py'
     run(python, train, 'config.py', '--work-dir', 'work', cwd=project)
     assert (project / 'work' / 'iter_1.pth').is_file()

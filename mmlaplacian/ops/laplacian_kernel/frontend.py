@@ -1,10 +1,13 @@
 """Public form of the kernels: checks once, then hands over to an implementation."""
 
+from functools import partial
+from types import ModuleType
+
 from torch import Tensor
 
 from .. import validation
-from ..precision import call_in_compute_dtype
-from . import torch_impl
+from ..backend import choose
+from . import cupy_impl, torch_impl
 
 
 def _check(q: Tensor, k: Tensor, kernel_scale: object) -> float:
@@ -16,6 +19,10 @@ def _check(q: Tensor, k: Tensor, kernel_scale: object) -> float:
     if k.shape[-2] == 0:
         raise ValueError(f'k must hold at least one token, got shape {tuple(k.shape)}')
     return validation.positive_number('kernel_scale', kernel_scale)
+
+
+def _implementation(op: str, q: Tensor, k: Tensor) -> ModuleType:
+    return choose(op, q, torch_impl, cupy_impl, partial(cupy_impl.check, q, k))
 
 
 def laplacian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
@@ -33,10 +40,12 @@ def laplacian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
 
     Raises:
         TypeError: Wrong type or dtype, or mixed dtypes outside autocast.
-        ValueError: Shapes or devices that do not fit, or lambda not positive and finite.
+        ValueError: Shapes or devices that do not fit, lambda not positive and finite, or the
+            backend ``'cupy'`` is forced and cannot take the inputs.
+        ImportError: It is forced and CuPy cannot be imported.
     """
     kernel_scale = _check(q, k, kernel_scale)
-    return call_in_compute_dtype(torch_impl.laplacian_kernel, q, k, kernel_scale=kernel_scale)
+    return _implementation('laplacian_kernel', q, k).laplacian_kernel(q, k, kernel_scale)
 
 
 def gaussian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
@@ -46,7 +55,7 @@ def gaussian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
     squared distance.
     """
     kernel_scale = _check(q, k, kernel_scale)
-    return call_in_compute_dtype(torch_impl.gaussian_kernel, q, k, kernel_scale=kernel_scale)
+    return _implementation('gaussian_kernel', q, k).gaussian_kernel(q, k, kernel_scale)
 
 
 KERNELS = {'laplacian': laplacian_kernel, 'gaussian': gaussian_kernel}

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from ..precision import call_in_compute_dtype
+
 
 def _l1_gradients(grad_distance: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of sum(grad_distance * ||q - k||_1) for q and k; sign(0) = 0 at ties."""
@@ -84,9 +86,11 @@ class _GaussianKernel(torch.autograd.Function):
 
 def laplacian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
     """See :func:`mmlaplacian.ops.laplacian_kernel`."""
-    return _LaplacianKernel.apply(q, k, kernel_scale)
+    return call_in_compute_dtype(
+        lambda q, k: _LaplacianKernel.apply(q, k, kernel_scale), q, k)
 
 
 def gaussian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
     """See :func:`mmlaplacian.ops.gaussian_kernel`."""
-    return _GaussianKernel.apply(q, k, kernel_scale)
+    return call_in_compute_dtype(
+        lambda q, k: _GaussianKernel.apply(q, k, kernel_scale), q, k)

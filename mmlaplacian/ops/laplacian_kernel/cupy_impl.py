@@ -1,0 +1,127 @@
+"""The kernels by this project's CUDA text, ``cuda/laplacian_kernel.cu``."""
+
+import math
+from ctypes import c_float, c_longlong
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from .. import cupy_runtime
+from ..backend import UnsupportedError
+from ..precision import result_dtype
+from .tiling import MAX_HEAD_DIM, Tiling, landmark_tile
+
+_SCALAR_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def check(q: Tensor, k: Tensor) -> None:
+    """Raises where the CUDA kernels cannot serve these tensors.
+
+    Raises:
+        UnsupportedError: Device, dtype or head dim is not theirs.
+        ImportError: CuPy cannot be imported.
+    """
+    if not q.is_cuda:
+        raise UnsupportedError(f'the CUDA kernels need CUDA tensors, got {q.device}')
+    if result_dtype(q, k) not in _SCALAR_TYPES:
+        raise UnsupportedError(f'the CUDA kernels take {[str(t) for t in _SCALAR_TYPES]}, got '
+                               f'{result_dtype(q, k)}')
+    if q.shape[-1] > MAX_HEAD_DIM:
+        raise UnsupportedError(f'the CUDA kernels take head dims up to {MAX_HEAD_DIM}, got '
+                               f'{q.shape[-1]}')
+    cupy_runtime.require_cupy()
+
+
+def _finite(scale: float) -> c_float:
+    """The negative scale in float32, where infinity times a distance of 0 would be NaN."""
+    return c_float(max(scale, -torch.finfo(torch.float32).max))
+
+
+class _CudaKernel(torch.autograd.Function):
+    """Keeps q, k and K for the backward; no distance is stored."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, kernel_scale: float, gaussian: bool) -> Tensor:
+        kernel = q.new_empty(*q.shape[:-1], k.shape[-2])
+        if kernel.numel():
+            # exp(-distance / scale) as a power of two, the factor computed in float64.
+            exponent_scale = -math.log2(math.e) / (kernel_scale * (2 if gaussian else 1))
+            _Launcher(q, k, gaussian).run('forward', q, k, kernel, _finite(exponent_scale))
+        return kernel
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, float, bool],
+                      output: Tensor) -> None:
+        q, k, ctx.kernel_scale, ctx.gaussian = inputs
+        ctx.save_for_backward(q, k, output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx,
+                 grad_kernel: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        q, k, kernel = ctx.saved_tensors
+        if not kernel.numel():
+            return torch.zeros_like(q), torch.zeros_like(k), None, None
+        # Dense whatever the strides of the incoming gradient (zeros after a sum()).
+        grad_kernel = grad_kernel.to(kernel.dtype).contiguous()
+        launcher = _Launcher(q, k, ctx.gaussian)
+        tensors = q, k, kernel, grad_kernel
+        scale = _finite(-1 / ctx.kernel_scale)
+        grad_q = grad_k = None
+        if ctx.needs_input_grad[0]:
+            grad_q = torch.empty_like(q)
+            launcher.run('backward_q', *tensors, grad_q, scale)
+        if ctx.needs_input_grad[1]:
+            grad_k = launcher.key_gradient(tensors, scale)
+        return grad_q, grad_k, None, None
+
+
+class _Launcher:
+    """Launches the four kernels for one size, dtype and kind."""
+
+    def __init__(self, q: Tensor, k: Tensor, gaussian: bool) -> None:
+        self.tiling = Tiling(q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3])
+        m_threads, m_outputs = landmark_tile(self.tiling.m)
+        self.macros = (('SCALAR_TYPE', _SCALAR_TYPES[q.dtype]), ('KERNEL', int(gaussian)),
+                       ('HEAD_DIM', self.tiling.d), ('M_THREADS', m_threads),
+                       ('M_OUTPUTS', m_outputs))
+        self.device = q.device
+
+    def _launch(self, function: str, *arguments: Tensor | c_float | c_longlong) -> None:
+        blocks, threads = getattr(self.tiling, function)()
+        kernel = cupy_runtime.Kernel('laplacian_kernel', f'laplacian_kernel_{function}',
+                                     self.macros)
+        cupy_runtime.launch(kernel, blocks, threads, arguments, self.device)
+
+    def run(self, function: str, *arguments: Tensor | c_float, extra: tuple = ()) -> None:
+        """Launches a kernel whose arguments end in groups, n, m and ``extra``."""
+        sizes = (self.tiling.groups, self.tiling.n, self.tiling.m)
+        self._launch(function, *arguments, *map(c_longlong, (*sizes, *extra)))
+
+    def key_gradient(self, tensors: tuple[Tensor, ...], scale: c_float) -> Tensor:
+        """Sums chunks of queries, then the chunks: fixed orders, so two runs agree in bits."""
+        k, tiling = tensors[1], self.tiling
+        partial = torch.empty(tiling.groups, tiling.n_chunks, tiling.m, tiling.d,
+                              dtype=torch.float32, device=self.device)
+        self.run('backward_k', *tensors, partial, scale, extra=(tiling.rows_per_chunk, ))
+        grad_k = torch.empty_like(k)
+        self._launch('reduce_k', partial, grad_k, c_longlong(tiling.groups),
+                     c_longlong(tiling.n_chunks), c_longlong(tiling.m * tiling.d))
+        return grad_k
+
+
+def _apply(q: Tensor, k: Tensor, kernel_scale: float, gaussian: bool) -> Tensor:
+    dtype = result_dtype(q, k)
+    return _CudaKernel.apply(q.to(dtype).contiguous(), k.to(dtype).contiguous(), kernel_scale,
+                             gaussian)
+
+
+def laplacian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
+    """See :func:`mmlaplacian.ops.laplacian_kernel`."""
+    return _apply(q, k, kernel_scale, gaussian=False)
+
+
+def gaussian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
+    """See :func:`mmlaplacian.ops.gaussian_kernel`."""
+    return _apply(q, k, kernel_scale, gaussian=True)

@@ -1,0 +1,148 @@
+"""The whole way from the op to the kernels' text: dispatch, launch plan, kernel, gradients.
+
+The launcher is replaced by one that runs the same launches on the host, without sanitizers.
+"""
+
+import ctypes
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from mmlaplacian.ops import (
+    cupy_runtime,
+    gaussian_kernel,
+    laplacian_kernel,
+    nystrom_attention,
+    use_backend,
+)
+from mmlaplacian.ops.laplacian_kernel import cupy_impl, reference
+from mmlaplacian.ops.laplacian_kernel.tiling import CHUNK_ROWS, Tiling
+
+OPS = {'laplacian': (laplacian_kernel, reference.laplacian_kernel),
+       'gaussian': (gaussian_kernel, reference.gaussian_kernel)}
+
+
+@pytest.fixture
+def launches(emulator, monkeypatch):
+    """Forces the CUDA kernels for CPU tensors; counts launches by function."""
+    counted = Counter()
+
+    def launch(kernel, blocks, threads, arguments, device):
+        assert device.type == 'cpu' and 1 <= blocks < 2**31 and threads <= 1024
+        values = []
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                assert argument.is_contiguous() and argument.numel()
+                values.append(argument.data_ptr())
+            else:
+                assert isinstance(argument, ctypes._SimpleCData)
+                values.append(np.dtype(type(argument)).type(argument.value))
+        library = emulator.library([cupy_runtime.source_text(kernel.source)],
+                                   dict(kernel.macros))
+        library.launch(kernel.function, blocks, threads, values, seed=sum(counted.values()))
+        counted[kernel.function.removeprefix('laplacian_kernel_')] += 1
+
+    monkeypatch.setattr(cupy_runtime, 'launch', launch)
+    monkeypatch.setattr(cupy_impl, 'check', lambda q, k: None)
+    # What a kernel does not write must show.
+    empty, new_empty = torch.empty_like, torch.Tensor.new_empty
+    monkeypatch.setattr(torch, 'empty_like', lambda x: empty(x).fill_(math.nan))
+    monkeypatch.setattr(torch.Tensor, 'new_empty',
+                        lambda x, *shape: new_empty(x, *shape).fill_(math.nan))
+    with use_backend('cupy'):
+        yield counted
+
+
+def make_inputs(batch, heads, n, m, d, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(batch, heads, size, d, generator=generator) * 4 / d).to(dtype)
+            .requires_grad_() for size in (n, m)]
+
+
+@pytest.mark.parametrize('kind', OPS)
+@pytest.mark.parametrize('shape, dtype', [
+    ((2, 3, 130, 49, 32), torch.float32), ((1, 1, 1, 1, 32), torch.float32),
+    ((1, 2, 1100, 49, 32), torch.float32), ((1, 2, 65, 49, 32), torch.float16),
+    ((1, 2, 65, 49, 32), torch.bfloat16)], ids=str)
+def test_op_through_the_kernels(launches, kind, shape, dtype):
+    op, ref = OPS[kind]
+    q, k = make_inputs(*shape, dtype)
+    weight = torch.randn(*shape[:2], shape[2], shape[3]).to(dtype)
+    out = op(q, k, 4.0)
+    out.backward(weight)
+    exact = [x.detach().double().requires_grad_() for x in (q, k)]
+    expected = ref(*exact, 4.0)
+    expected.backward(weight.double())
+    rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (2e-2, 2e-2)
+    for got, want in [(out, expected), (q.grad, exact[0].grad), (k.grad, exact[1].grad)]:
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, rtol=rtol,
+                                   atol=atol * want.abs().max().item())
+    assert launches == dict(forward=1, backward_q=1, backward_k=1, reduce_k=1)
+
+
+def test_b06_any_strides_of_tensors_and_gradient(launches):
+    q, k = make_inputs(2, 2, 70, 49, 32)
+    q_strided = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    laplacian_kernel(q_strided, k, 4.0).sum().backward()
+    exact = [x.detach().clone().requires_grad_() for x in (q, k)]
+    reference.laplacian_kernel(*exact, 4.0).sum().backward()
+    torch.testing.assert_close([q_strided.grad, k.grad], [x.grad for x in exact],
+                               rtol=1e-3, atol=1e-4)
+
+
+def test_smallest_scale_keeps_ties(launches):
+    q, _ = make_inputs(1, 1, 4, 4, 32)
+    kernel = laplacian_kernel(q, q, 1e-40)
+    assert torch.equal(kernel[0, 0], torch.eye(4))
+
+
+def test_only_the_gradients_that_are_asked_for(launches):
+    q, k = make_inputs(1, 1, 30, 49, 32)
+    laplacian_kernel(q.detach(), k, 4.0).sum().backward()
+    assert launches == dict(forward=1, backward_k=1, reduce_k=1)
+
+
+@pytest.mark.parametrize('batch, n', [(0, 16), (1, 0)])
+def test_b43_nothing_is_launched_for_nothing(launches, batch, n):
+    q = torch.zeros(batch, 2, n, 32, requires_grad=True)
+    k = torch.ones(batch, 2, 4, 32, requires_grad=True)
+    out = laplacian_kernel(q, k, 4.0)
+    out.sum().backward()
+    assert out.shape == (batch, 2, n, 4) and (k.grad == 0).all() and not launches
+
+
+def test_attention_reaches_the_kernels(launches):
+    """Three distances forward, and backward through each of them."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 100, 32, generator=generator) * .3 for _ in range(3))
+    inputs = [q, k, v, k[:, :, ::3].clone()]
+    results = []
+    for backend in ('cupy', 'torch'):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        with use_backend(backend):
+            out = nystrom_attention(*leaves)
+            out.square().sum().backward()
+        results.append([out.detach(), *(x.grad for x in leaves)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * want.abs().max().item())
+    assert launches == dict(forward=3, backward_q=3, backward_k=3, reduce_k=3)
+
+
+@pytest.mark.parametrize('sizes', [(70_000, 3136, 49, 32), (1, 1_065_024, 49, 32),
+                                   (1, 33_554_560, 64, 4), (4, 520, 520, 256)], ids=str)
+def test_b16_launch_plans_of_sizes_that_cannot_be_allocated_here(sizes):
+    tiling = Tiling(*sizes)
+    groups, n, m, d = sizes
+    for blocks, threads in (tiling.forward(), tiling.backward_q(), tiling.backward_k(),
+                            tiling.reduce_k()):
+        assert blocks >= 1 and 32 <= threads <= 1024
+    assert tiling.rows_per_chunk % CHUNK_ROWS == 0
+    assert (tiling.n_chunks - 1) * tiling.rows_per_chunk < n
+    assert tiling.n_chunks * tiling.rows_per_chunk >= n
+    # The partial sums are at most one for 512 queries, and few where the groups fill a GPU.
+    assert tiling.n_chunks <= max(1, -(-n // 512), 1024 // groups)
+    assert groups < 1024 or tiling.n_chunks == 1

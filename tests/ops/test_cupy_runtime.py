@@ -1,0 +1,161 @@
+"""The runtime's twin without a GPU: what reaches CuPy, on which stream and device."""
+
+import ctypes
+import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mmlaplacian.ops import cupy_runtime
+from mmlaplacian.ops.cupy_runtime import Kernel, KernelCompileError
+
+DEVICE = torch.device('cuda', 1)
+STREAM = 0x5EED
+KERNEL = Kernel('laplacian_kernel', 'laplacian_kernel_forward',
+                (('HEAD_DIM', 32), ('SCALAR_TYPE', 0)))
+
+
+class CompileException(Exception):
+    pass
+
+
+class FakeCuPy:
+    """Records compilations and launches, and fails where a test asks for it."""
+
+    def __init__(self, state):
+        self.state = state
+        self.compiled, self.launches = [], []
+        self.compile_error = self.launch_error = None
+        self.cuda = SimpleNamespace(compiler=SimpleNamespace(CompileException=CompileException))
+
+    def RawKernel(self, code, name, options, backend):  # noqa: N802
+        fake = self
+
+        class Raw:
+
+            def compile(self):
+                fake.compiled.append((name, options, fake.state['device']))
+                if fake.compile_error:
+                    raise fake.compile_error
+
+            def __call__(self, grid, block, arguments, stream):
+                fake.launches.append(SimpleNamespace(
+                    grid=grid, block=block, arguments=arguments, stream=stream.ptr,
+                    device=fake.state['device'], code=code))
+                if fake.launch_error:
+                    raise fake.launch_error
+
+        assert backend == 'nvrtc'
+        return Raw()
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    state = {'device': 0}
+
+    @contextmanager
+    def device_guard(device):
+        previous, state['device'] = state['device'], torch.device(device).index
+        try:
+            yield
+        finally:
+            state['device'] = previous
+
+    fake = FakeCuPy(state)
+    monkeypatch.setattr(cupy_runtime, '_import_cupy', lambda: fake)
+    monkeypatch.setattr(torch.cuda, 'device', device_guard)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: state['device'])
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda: 'a GPU')
+    monkeypatch.setattr(torch.cuda, 'current_stream',
+                        lambda device: SimpleNamespace(cuda_stream=STREAM + device.index))
+    cupy_runtime._compiled.cache_clear()
+    yield fake
+    cupy_runtime._compiled.cache_clear()
+
+
+def launch(*arguments, blocks=10, device=DEVICE, kernel=KERNEL):
+    cupy_runtime.launch(kernel, blocks, 224, arguments, device)
+
+
+def test_b04_b22_launch_on_torchs_stream_and_device(cupy):
+    launch(torch.zeros(3))
+    record, = cupy.launches
+    assert (record.stream, record.device) == (STREAM + 1, 1)
+    assert (record.grid, record.block) == ((10, ), (224, ))
+    assert cupy.state['device'] == 0
+
+
+def test_b22_device_is_restored_after_a_failed_launch(cupy):
+    cupy.launch_error = RuntimeError('out of resources')
+    with pytest.raises(RuntimeError, match='out of resources'):
+        launch(torch.zeros(3))
+    assert cupy.state['device'] == 0
+
+
+def test_b18_arguments_have_the_exact_type(cupy):
+    x = torch.zeros(3)
+    launch(x, ctypes.c_float(-0.25), ctypes.c_longlong(2**40))
+    pointer, scale, size = cupy.launches[0].arguments
+    assert (pointer, type(pointer)) == (x.data_ptr(), np.uint64)
+    assert (scale, scale.dtype) == (-0.25, np.float32)
+    assert (size, size.dtype) == (2**40, np.int64)
+
+
+@pytest.mark.parametrize('raw', [4.0, 2, np.float64(2), None], ids=repr)
+def test_b18_raw_numbers_are_refused(cupy, raw):
+    with pytest.raises(TypeError, match='a tensor or a ctypes scalar, got'):
+        launch(torch.zeros(3), raw)
+    assert not cupy.launches
+
+
+@pytest.mark.parametrize('blocks, grid', [(0, 1), (2**31 - 1, 2**31 - 1), (2**40, 2**31 - 1)])
+def test_b16_grid_keeps_its_limits(cupy, blocks, grid):
+    launch(torch.zeros(3), blocks=blocks)
+    assert cupy.launches[0].grid == (grid, )
+
+
+def test_compiled_once_for_each_device_and_macro_set(cupy):
+    other = Kernel(KERNEL.source, KERNEL.function, (('HEAD_DIM', 64), ('SCALAR_TYPE', 0)))
+    for kernel, device in [(KERNEL, 0), (KERNEL, 1), (KERNEL, 1), (other, 1), (KERNEL, 0)]:
+        launch(torch.zeros(3), kernel=kernel, device=torch.device('cuda', device))
+    assert [(options[1], device) for _, options, device in cupy.compiled] == [
+        ('-DHEAD_DIM=32', 0), ('-DHEAD_DIM=32', 1), ('-DHEAD_DIM=64', 1)]
+    assert [record.device for record in cupy.launches] == [0, 1, 1, 1, 0]
+    assert cupy.compiled[0][1][0] == '--std=c++17'
+
+
+def test_b25_failed_compilation_names_the_fix_and_is_not_tried_again(cupy):
+    cupy.compile_error = CompileException('unknown architecture')
+    for _ in range(2):
+        with pytest.raises(KernelCompileError, match='update CuPy .*MMLAPLACIAN_BACKEND') as info:
+            launch(torch.zeros(3))
+        assert info.value.__cause__ is cupy.compile_error
+    assert len(cupy.compiled) == 1 and not cupy.launches
+
+
+def test_text_is_one_unit_without_includes():
+    text = cupy_runtime.source_text('laplacian_kernel')
+    assert text.index('SCALAR_TYPE == 0') < text.index('laplacian_kernel_forward')
+    assert '#include' not in text
+    with pytest.raises(FileNotFoundError, match='missing.cu'):
+        cupy_runtime.source_text('missing')
+
+
+@pytest.mark.parametrize('error', [ImportError('No module named cupy'), OSError('libcuda.so.1')],
+                         ids=['missing', 'broken'])
+def test_b23_cupy_that_does_not_import_shows_its_own_error(monkeypatch, error):
+    monkeypatch.setattr(cupy_runtime, '_import_cupy', lambda: error)
+    with pytest.raises(ImportError, match=r'mmlaplacian\[cuda13\]') as info:
+        cupy_runtime.require_cupy()
+    assert info.value.__cause__ is error and str(error) in str(info.value)
+
+
+def test_b23_missing_cupy_is_found_out_once(monkeypatch):
+    cupy_runtime._import_cupy.cache_clear()
+    monkeypatch.setitem(sys.modules, 'cupy', None)
+    with pytest.raises(ImportError, match='CuPy cannot be imported'):
+        cupy_runtime.require_cupy()
+    cupy_runtime._import_cupy.cache_clear()
