@@ -59,7 +59,8 @@ def test_it_makes_data_trains_evaluates_and_draws(clone: Path) -> None:
     assert train == ['tools/train.py', config, '--work-dir', work_dir]
     assert test == ['tools/test.py', config, checkpoint, '--work-dir', f'{work_dir}/evaluation']
     assert draw == ['tools/image_demo.py', *(f'data/shapes/val/{i:02}.png' for i in range(1, 9)),
-                    config, checkpoint, '--out-dir', f'{work_dir}/pictures']
+                    config, checkpoint, '--score-thr', '0.5', '--out-dir',
+                    f'{work_dir}/pictures']
     end = result.stdout.splitlines()[-4:]
     assert [line.split() for line in end] == [
         ['checkpoint', checkpoint], ['log', f'{work_dir}/now/now.log'],
