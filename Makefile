@@ -11,7 +11,7 @@ help:
 	@echo 'make soak   every combination of sizes of the CUDA kernels: longer than make test'
 	@echo 'make lint   check the style with ruff'
 	@echo 'make env    only make .venv'
-	@echo 'All of them skip what is done. PYTHON=python3.11 chooses the interpreter of a new .venv.'
+	@echo '.venv is made once, and make demo skips finished steps. PYTHON=python3.11 chooses the interpreter of a new .venv.'
 
 env:
 	@tools/setup_env.sh

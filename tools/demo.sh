@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
 # The demo: makes the shapes data set, trains a LaplacianFormer Mask R-CNN, evaluates and draws.
-# Run again, it skips what is finished, and an interrupted training goes on.
+# Run again, it skips what is finished; an interrupted training goes on from its last epoch.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# OpenMP's threads wait for each other at every operation. By default they spin for so long that
+# another program on the same cores makes a step about ten times slower.
+export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-3000}"
 
 readonly python=.venv/bin/python
 readonly config=configs/demo/mask_rcnn_laplacian_shapes.py
@@ -50,7 +54,7 @@ draw() {
 mkdir -p "$work_dir"
 say '[1/4] data: shapes on textured backgrounds'
 "$python" tools/make_shapes_dataset.py --out "$data"
-step train '[2/4] training, about 10 minutes on two CPU cores' train
+step train '[2/4] training, about 10 minutes on two free CPU cores' train
 step evaluate '[3/4] evaluation on the val images' evaluate
 step draw '[4/4] drawing predictions' draw
 

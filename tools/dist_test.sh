@@ -7,10 +7,13 @@ if [ $# -lt 3 ]; then
     exit 2
 fi
 tools=$(cd "$(dirname "$0")" && pwd)
+# PYTHON overrides; else the environment of make demo and make test, else the active one.
+python=$tools/../.venv/bin/python
+[ -x "$python" ] || python=python
 config=$1
 checkpoint=$2
 gpus=$3
 shift 3
-exec "${PYTHON:-python}" -m torch.distributed.run --nnodes="${NNODES:-1}" --node_rank="${NODE_RANK:-0}" --nproc_per_node="$gpus" \
+exec "${PYTHON:-$python}" -m torch.distributed.run --nnodes="${NNODES:-1}" --node_rank="${NODE_RANK:-0}" --nproc_per_node="$gpus" \
     --master_addr="${MASTER_ADDR:-127.0.0.1}" --master_port="${PORT:-29500}" \
     "$tools/test.py" "$config" "$checkpoint" --launcher pytorch "$@"

@@ -6,7 +6,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 def _start(w: Tensor, spd_lower_bound: float | None) -> Tensor:
-    """X_0 of proven convergence, scaled for each matrix of the batch (design: section 1.5)."""
+    """X_0 of proven convergence, scaled for each matrix of the batch alone."""
     norm_inf = w.abs().sum(-1).amax(-1)[..., None, None]
     if spd_lower_bound is not None:
         # Eigenvalues of X_0 W lie in (0, 2) since those of W lie in [eps, ||W||_inf].
