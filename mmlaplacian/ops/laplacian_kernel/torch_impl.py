@@ -31,6 +31,12 @@ def _l1_gradients_by_channel(grad_distance: Tensor, q: Tensor,
     return grad_q, grad_k
 
 
+def _keep_for_backward(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, float],
+                       output: Tensor) -> None:
+    q, k, ctx.kernel_scale = inputs
+    ctx.save_for_backward(q, k, output)
+
+
 class _LaplacianKernel(torch.autograd.Function):
     """K = exp(-||q - k||_1 / lambda); keeps q, k and K for the backward."""
 
@@ -38,11 +44,7 @@ class _LaplacianKernel(torch.autograd.Function):
     def forward(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
         return torch.cdist(q, k, p=1.0).div_(-kernel_scale).exp_()
 
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, float],
-                      output: Tensor) -> None:
-        q, k, ctx.kernel_scale = inputs
-        ctx.save_for_backward(q, k, output)
+    setup_context = staticmethod(_keep_for_backward)
 
     @staticmethod
     @once_differentiable
@@ -65,11 +67,7 @@ class _GaussianKernel(torch.autograd.Function):
         distance = torch.cdist(q, k, compute_mode='donot_use_mm_for_euclid_dist')
         return distance.square_().div_(-2 * kernel_scale).exp_()
 
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, float],
-                      output: Tensor) -> None:
-        q, k, ctx.kernel_scale = inputs
-        ctx.save_for_backward(q, k, output)
+    setup_context = staticmethod(_keep_for_backward)
 
     @staticmethod
     @once_differentiable
