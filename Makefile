@@ -3,11 +3,12 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help env demo test soak lint
+.PHONY: help env demo test test-gpu soak lint
 
 help:
 	@echo 'make demo   make .venv and the demo data, train, evaluate, draw'
 	@echo "make test   make .venv, then run the tests (ARGS='-k attention' goes to pytest)"
+	@echo 'make test-gpu   the tests of the CUDA kernels, on an NVIDIA GPU: an error where there is none'
 	@echo 'make soak   every combination of sizes of the CUDA kernels: longer than make test'
 	@echo 'make lint   check the style with ruff'
 	@echo 'make env    only make .venv'
@@ -21,6 +22,9 @@ demo: env
 
 test: env
 	@.venv/bin/python -m pytest $(ARGS)
+
+test-gpu: env
+	@.venv/bin/python -m pytest -m gpu tests/ops $(ARGS)
 
 soak: env
 	@.venv/bin/python -m pytest -m soak $(ARGS)

@@ -38,9 +38,9 @@ def count(model: nn.Module, image: torch.Tensor) -> tuple[int, int, int]:
         image: Input ``(1, 3, H, W)``.
 
     Returns:
-        Parameters, MACs of all products (layers and batched products of
-        attention), MACs of linear and convolution layers alone. L1 distances, normalisation and
-        activations have no products to count.
+        Parameters, MACs of everything counted (layers, distances, solver and products of
+        attention), MACs of linear and convolution layers alone. Normalisation and activations
+        are not counted.
     """
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(image)
@@ -87,8 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f'{"":10}{"params":>12}{"GMACs":>12}{"linear+conv":>14}   at {height} x {width}')
     for name, (params, total, layers) in rows:
         print(f'{name:10}{params / 1e6:10.2f} M{total / 1e9:12.2f}{layers / 1e9:14.2f}')
-    print('A MAC is one multiply-add. The detector counts as many proposals as its test_cfg keeps '
-          'for a random image with untrained weights.')
+    print('A MAC is one multiply-add, or one difference and its sum in a distance. The detector '
+          'counts as many proposals as its test_cfg keeps for a random image with untrained '
+          'weights.')
     return 0
 
 

@@ -6,7 +6,7 @@ The choice is process state, never part of a model: it must not change results o
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -16,6 +16,9 @@ from .validation import one_of
 
 BACKENDS = ('auto', 'torch', 'cupy')
 ENVIRONMENT_VARIABLE = 'MMLAPLACIAN_BACKEND'
+
+# What auto takes for tensors of a device.
+_FAST = {'cuda': 'cupy'}
 
 _chosen: str | None = None
 _warned: set[tuple[str, str]] = set()
@@ -40,6 +43,8 @@ def get_backend() -> str:
 def use_backend(name: str) -> Iterator[None]:
     """Chooses the backend inside a ``with`` block, in all threads.
 
+    A backward follows the backend in force when it runs.
+
     Args:
         name: ``'auto'`` takes the CUDA kernels for CUDA tensors where they apply and says once,
             with the reason, where they do not; ``'torch'`` and ``'cupy'`` insist.
@@ -56,32 +61,33 @@ def use_backend(name: str) -> Iterator[None]:
         _chosen = previous
 
 
-def choose(op: str, tensor: Tensor, torch_impl: ModuleType, cupy_impl: ModuleType,
-           check: Callable[[], None]) -> ModuleType:
+def choose(op: str, tensor: Tensor, implementations: Mapping[str, ModuleType]) -> ModuleType:
     """The implementation that serves a call.
 
     Args:
         op: Name of the op, for the warning.
-        tensor: One of its tensors: tells the device.
-        torch_impl: Runs anywhere.
-        cupy_impl: Runs this project's kernels.
-        check: Raises :class:`UnsupportedError` or :class:`ImportError` where those cannot run.
+        tensor: The tensor that decides: its device, dtype and shape.
+        implementations: By backend name; ``'torch'`` runs anywhere. The others have
+            ``check(tensor)``, which raises :class:`UnsupportedError` or :class:`ImportError`
+            where they cannot run. A backend that is not among them leaves the op to torch.
 
     Raises:
-        UnsupportedError: The backend ``'cupy'`` is forced and cannot take these inputs.
-        ImportError: It is forced and CuPy cannot be imported.
+        UnsupportedError: A backend is forced and cannot take these inputs.
+        ImportError: ``'cupy'`` is forced and CuPy cannot be imported.
     """
     backend = get_backend()
-    if backend == 'torch' or (backend == 'auto' and not tensor.is_cuda):
-        return torch_impl
+    name = _FAST.get(tensor.device.type, 'torch') if backend == 'auto' else backend
+    if name == 'torch' or name not in implementations:
+        return implementations['torch']
     try:
-        check()
+        implementations[name].check(tensor)
     except (UnsupportedError, ImportError) as error:
-        if backend == 'cupy':
+        if backend != 'auto':
             raise
-        if (op, str(error)) not in _warned:
+        # Worth a word on a GPU only: there the difference is large and the remedy short.
+        if tensor.is_cuda and (op, str(error)) not in _warned:
             _warned.add((op, str(error)))
             warnings.warn(f'{op} runs in plain torch instead of its CUDA kernel: {error}',
-                          stacklevel=4)
-        return torch_impl
-    return cupy_impl
+                          stacklevel=2)
+        return implementations['torch']
+    return implementations[name]

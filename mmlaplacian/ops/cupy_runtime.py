@@ -16,6 +16,7 @@ from torch import Tensor
 # Inside the installed package, or beside it in a checkout.
 _SOURCE_FOLDERS = (Path(__file__).parents[1] / 'cuda_src', Path(__file__).parents[2] / 'cuda')
 _MAX_BLOCKS = 2**31 - 1
+_SHARED_WITHOUT_OPT_IN = 48 * 1024
 
 
 class KernelCompileError(RuntimeError):
@@ -97,8 +98,14 @@ class _Stream:
     ptr: int
 
 
+def shared_memory_limit(device: torch.device) -> int:
+    """Bytes of dynamic shared memory that a block can have on a CUDA device."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def launch(kernel: Kernel, blocks: int, threads: int,
-           arguments: Sequence[Tensor | ctypes._SimpleCData], device: torch.device) -> None:
+           arguments: Sequence[Tensor | ctypes._SimpleCData], device: torch.device,
+           shared_bytes: int = 0) -> None:
     """Launches a kernel on torch's current stream of ``device``.
 
     torch's current device is what it was afterwards, also after an error.
@@ -111,6 +118,7 @@ def launch(kernel: Kernel, blocks: int, threads: int,
         arguments: Contiguous tensors on ``device``, and ctypes scalars of the exact type. A
             Python number would reach the kernel with eight bytes whatever the type there is.
         device: The CUDA device.
+        shared_bytes: Dynamic shared memory a block, at most :func:`shared_memory_limit`.
 
     Raises:
         TypeError: An argument of another type.
@@ -135,5 +143,8 @@ def launch(kernel: Kernel, blocks: int, threads: int,
                 f'{kernel.function} does not compile for {torch.cuda.get_device_name()} with '
                 "this NVRTC: update CuPy and its CUDA wheels, or set MMLAPLACIAN_BACKEND=torch"
             ) from compiled
+        if shared_bytes > max(_SHARED_WITHOUT_OPT_IN, compiled.max_dynamic_shared_size_bytes):
+            compiled.max_dynamic_shared_size_bytes = shared_bytes
         compiled((min(max(blocks, 1), _MAX_BLOCKS), ), (threads, ), tuple(values),
+                 shared_mem=shared_bytes,
                  stream=_Stream(torch.cuda.current_stream(device).cuda_stream))

@@ -1,6 +1,6 @@
 """The precision that the ops compute in, whatever their inputs are."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
 
@@ -32,16 +32,3 @@ def autocast_off(tensor: Tensor) -> Iterator[None]:
             yield
     else:
         yield
-
-
-def call_in_compute_dtype(function: Callable[..., Tensor], *tensors: Tensor,
-                          **options: object) -> Tensor:
-    """Calls an implementation in the compute dtype of its tensors.
-
-    The tensors are cast up and made contiguous, autocast is off inside, and the output is cast
-    back to the dtype of the inputs.
-    """
-    dtype = compute_dtype(*tensors)
-    with autocast_off(tensors[0]):
-        output = function(*(tensor.to(dtype).contiguous() for tensor in tensors), **options)
-    return output.to(result_dtype(*tensors))

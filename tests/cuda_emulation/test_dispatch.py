@@ -1,59 +1,30 @@
 """The whole way from the op to the kernels' text: dispatch, launch plan, kernel, gradients.
 
-The launcher is replaced by one that runs the same launches on the host, without sanitizers.
+The launcher of conftest.py runs the same launches on the host.
 """
 
-import ctypes
-import math
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 
 from mmlaplacian.ops import (
-    cupy_runtime,
     gaussian_kernel,
     laplacian_kernel,
+    newton_schulz_inverse,
     nystrom_attention,
     use_backend,
 )
-from mmlaplacian.ops.laplacian_kernel import cupy_impl, reference
+from mmlaplacian.ops.laplacian_kernel import reference
 from mmlaplacian.ops.laplacian_kernel.tiling import CHUNK_ROWS, Tiling
 
 OPS = {'laplacian': (laplacian_kernel, reference.laplacian_kernel),
        'gaussian': (gaussian_kernel, reference.gaussian_kernel)}
 
 
-@pytest.fixture
-def launches(emulator, monkeypatch):
-    """Forces the CUDA kernels for CPU tensors; counts launches by function."""
-    counted = Counter()
-
-    def launch(kernel, blocks, threads, arguments, device):
-        assert device.type == 'cpu' and 1 <= blocks < 2**31 and threads <= 1024
-        values = []
-        for argument in arguments:
-            if isinstance(argument, torch.Tensor):
-                assert argument.is_contiguous() and argument.numel()
-                values.append(argument.data_ptr())
-            else:
-                assert isinstance(argument, ctypes._SimpleCData)
-                values.append(np.dtype(type(argument)).type(argument.value))
-        library = emulator.library([cupy_runtime.source_text(kernel.source)],
-                                   dict(kernel.macros))
-        library.launch(kernel.function, blocks, threads, values, seed=sum(counted.values()))
-        counted[kernel.function.removeprefix('laplacian_kernel_')] += 1
-
-    monkeypatch.setattr(cupy_runtime, 'launch', launch)
-    monkeypatch.setattr(cupy_impl, 'check', lambda q, k: None)
-    # What a kernel does not write must show.
-    empty, new_empty = torch.empty_like, torch.Tensor.new_empty
-    monkeypatch.setattr(torch, 'empty_like', lambda x: empty(x).fill_(math.nan))
-    monkeypatch.setattr(torch.Tensor, 'new_empty',
-                        lambda x, *shape: new_empty(x, *shape).fill_(math.nan))
-    with use_backend('cupy'):
-        yield counted
+FORWARD = {'laplacian_kernel_forward': 1}
+GRAD_Q = {'laplacian_kernel_backward_q': 1}
+GRAD_K = {'laplacian_kernel_backward_k': 1, 'laplacian_kernel_reduce_k': 1}
 
 
 def make_inputs(batch, heads, n, m, d, dtype=torch.float32):
@@ -81,7 +52,7 @@ def test_op_through_the_kernels(launches, kind, shape, dtype):
         assert got.dtype == dtype
         torch.testing.assert_close(got.double(), want, rtol=rtol,
                                    atol=atol * want.abs().max().item())
-    assert launches == dict(forward=1, backward_q=1, backward_k=1, reduce_k=1)
+    assert launches == {**FORWARD, **GRAD_Q, **GRAD_K}
 
 
 def test_b06_any_strides_of_tensors_and_gradient(launches):
@@ -103,7 +74,7 @@ def test_smallest_scale_keeps_ties(launches):
 def test_only_the_gradients_that_are_asked_for(launches):
     q, k = make_inputs(1, 1, 30, 49, 32)
     laplacian_kernel(q.detach(), k, 4.0).sum().backward()
-    assert launches == dict(forward=1, backward_k=1, reduce_k=1)
+    assert launches == {**FORWARD, **GRAD_K}
 
 
 @pytest.mark.parametrize('batch, n', [(0, 16), (1, 0)])
@@ -116,7 +87,7 @@ def test_b43_nothing_is_launched_for_nothing(launches, batch, n):
 
 
 def test_attention_reaches_the_kernels(launches):
-    """Three distances forward, and backward through each of them."""
+    """Three distances forward, two of them again in the backward, and through each of them."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 100, 32, generator=generator) * .3 for _ in range(3))
     inputs = [q, k, v, k[:, :, ::3].clone()]
@@ -129,7 +100,40 @@ def test_attention_reaches_the_kernels(launches):
         results.append([out.detach(), *(x.grad for x in leaves)])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * want.abs().max().item())
-    assert launches == dict(forward=3, backward_q=3, backward_k=3, reduce_k=3)
+    assert launches == {
+        **{name: 3 for name in (*GRAD_Q, *GRAD_K)}, **{name: 5 for name in FORWARD},
+        'newton_schulz_inverse': 1, 'newton_schulz_product': 2}
+
+
+@pytest.mark.parametrize('m, forward', [
+    (49, {'newton_schulz_inverse': 1}), (91, {'newton_schulz_start': 1,
+                                              'newton_schulz_product': 8})])
+@pytest.mark.parametrize('bound', [2., None], ids=['spd', 'two-norm'])
+def test_solver_through_the_kernels(launches, m, forward, bound):
+    """The launcher's device has shared memory for M = 90: beyond, products serve."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 1, m, 8, generator=generator) * .5
+    w = (laplacian_kernel(x, x, 4.0) / m + 2 * torch.eye(m)).detach()
+    launches.clear()
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = w.to(dtype, copy=True).requires_grad_()
+        with use_backend('cupy' if dtype == torch.float32 else 'torch'):
+            inverse, residual = newton_schulz_inverse(leaf, 4, bound, return_residual=True)
+            inverse.square().sum().backward()
+        results.append((inverse.detach().double(), leaf.grad.double(), residual))
+    for got, want in zip(results[0][:2], results[1][:2], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(results[0][2].double(), results[1][2], rtol=1e-2, atol=1e-6)
+    assert launches == Counter(forward) + Counter(newton_schulz_product=3)
+
+
+def test_solver_of_nothing_and_of_half_precision(launches):
+    assert newton_schulz_inverse(torch.zeros(0, 5, 5)).shape == (0, 5, 5)
+    assert not launches
+    w = (2 * torch.eye(20)).bfloat16()
+    x = newton_schulz_inverse(w, spd_lower_bound=1.)
+    assert x.dtype == torch.bfloat16 and torch.equal(x, (.5 * torch.eye(20)).bfloat16())
 
 
 @pytest.mark.parametrize('sizes', [(70_000, 3136, 49, 32), (1, 1_065_024, 49, 32),

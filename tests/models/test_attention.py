@@ -231,6 +231,23 @@ def test_unknown_keyword_is_refused() -> None:
         LaplacianAttention(12, 3, qkv_bias=True)
 
 
+def test_b08_half_precision_at_the_size_of_a_detector() -> None:
+    """Large maps of 800 x 1344 images at stride 4, float16 autocast, loss scale 65536."""
+    layer = attention(64, 2)
+    x, weight = 8 * inputs(2, 200, 336, 64), inputs(2, 200, 336, 64)
+    results = []
+    for enabled in (True, False):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with torch.autocast('cpu', torch.float16, enabled=enabled):
+            out = layer(leaf)
+        ((out.float() * weight).mean() * 65536).backward()
+        results.append([out.detach().float(), leaf.grad, *(p.grad for p in layer.parameters())])
+    for half, single in zip(*results, strict=True):
+        assert half.isfinite().all()
+        assert (half - single).norm() <= 2e-2 * single.norm()
+
+
 def test_dropout_acts_in_training_alone() -> None:
     layer = attention(drop_rate=0.5)
     x = inputs(1, 8, 8, 12)

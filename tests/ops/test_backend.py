@@ -10,8 +10,24 @@ from mmlaplacian.ops import backend, get_backend, laplacian_kernel, use_backend
 from mmlaplacian.ops.backend import UnsupportedError, choose
 from mmlaplacian.ops.laplacian_kernel import cupy_impl
 
-TORCH, CUPY = SimpleNamespace(name='torch'), SimpleNamespace(name='cupy')
-CPU, CUDA = SimpleNamespace(is_cuda=False), SimpleNamespace(is_cuda=True)
+CPU, CUDA = (SimpleNamespace(is_cuda=name == 'cuda', device=torch.device(name))
+             for name in ('cpu', 'cuda'))
+TORCH = SimpleNamespace(name='torch')
+
+
+def refuse(tensor):
+    raise UnsupportedError('the reason')
+
+
+def accept(tensor):
+    pass
+
+
+ACCEPTING, REFUSING = SimpleNamespace(check=accept), SimpleNamespace(check=refuse)
+
+
+def choose_cupy(tensor, cupy):
+    return choose('op', tensor, {'torch': TORCH, 'cupy': cupy})
 
 
 @pytest.fixture(autouse=True)
@@ -20,35 +36,28 @@ def fresh(monkeypatch):
     monkeypatch.setattr(backend, '_warned', set())
 
 
-def refuse():
-    raise UnsupportedError('the reason')
-
-
-def accept():
-    pass
-
-
 def test_auto_takes_the_kernels_for_cuda_tensors_only():
-    assert choose('op', CUDA, TORCH, CUPY, accept) is CUPY
-    assert choose('op', CPU, TORCH, CUPY, accept) is TORCH
+    assert choose_cupy(CUDA, ACCEPTING) is ACCEPTING
+    assert choose_cupy(CPU, ACCEPTING) is TORCH
 
 
 def test_auto_says_once_why_a_cuda_tensor_did_not_take_them():
     with pytest.warns(UserWarning, match='op runs in plain torch .*: the reason'):
-        assert choose('op', CUDA, TORCH, CUPY, refuse) is TORCH
+        assert choose_cupy(CUDA, REFUSING) is TORCH
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        choose('op', CUDA, TORCH, CUPY, refuse)
-        choose('op', CPU, TORCH, CUPY, refuse)
+        choose_cupy(CUDA, REFUSING)
+        choose_cupy(CPU, REFUSING)
 
 
 def test_forced_backends_insist():
     with use_backend('torch'):
-        assert choose('op', CUDA, TORCH, CUPY, accept) is TORCH
+        assert choose_cupy(CUDA, ACCEPTING) is TORCH
     with use_backend('cupy'):
-        assert choose('op', CPU, TORCH, CUPY, accept) is CUPY
+        assert choose_cupy(CPU, ACCEPTING) is ACCEPTING
         with pytest.raises(UnsupportedError, match='the reason'):
-            choose('op', CUDA, TORCH, CUPY, refuse)
+            choose_cupy(CUDA, REFUSING)
+        assert choose('op', CUDA, {'torch': TORCH}) is TORCH
 
 
 def test_use_backend_nests_and_is_undone_by_an_error():
@@ -92,4 +101,4 @@ def cuda_tensor(d=32, dtype=torch.float32):
 ])
 def test_reasons_of_the_laplacian_kernel(tensor, message):
     with pytest.raises(UnsupportedError, match=message):
-        cupy_impl.check(tensor, tensor)
+        cupy_impl.check(tensor)

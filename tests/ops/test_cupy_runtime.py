@@ -8,9 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmlaplacian.ops import cupy_runtime
 from mmlaplacian.ops.cupy_runtime import Kernel, KernelCompileError
+from mmlaplacian.ops.laplacian_kernel import cupy_impl as laplacian_cupy
+from mmlaplacian.ops.newton_schulz import cupy_impl as solver_cupy
 
 DEVICE = torch.device('cuda', 1)
 STREAM = 0x5EED
@@ -35,16 +38,18 @@ class FakeCuPy:
         fake = self
 
         class Raw:
+            max_dynamic_shared_size_bytes = 0
 
             def compile(self):
                 fake.compiled.append((name, options, fake.state['device']))
                 if fake.compile_error:
                     raise fake.compile_error
 
-            def __call__(self, grid, block, arguments, stream):
+            def __call__(self, grid, block, arguments, shared_mem, stream):
                 fake.launches.append(SimpleNamespace(
                     grid=grid, block=block, arguments=arguments, stream=stream.ptr,
-                    device=fake.state['device'], code=code))
+                    device=fake.state['device'], code=code, shared=shared_mem,
+                    opted_in=self.max_dynamic_shared_size_bytes))
                 if fake.launch_error:
                     raise fake.launch_error
 
@@ -76,8 +81,8 @@ def cupy(monkeypatch):
     cupy_runtime._compiled.cache_clear()
 
 
-def launch(*arguments, blocks=10, device=DEVICE, kernel=KERNEL):
-    cupy_runtime.launch(kernel, blocks, 224, arguments, device)
+def launch(*arguments, blocks=10, device=DEVICE, kernel=KERNEL, shared_bytes=0):
+    cupy_runtime.launch(kernel, blocks, 224, arguments, device, shared_bytes)
 
 
 def test_b04_b22_launch_on_torchs_stream_and_device(cupy):
@@ -117,6 +122,13 @@ def test_b16_grid_keeps_its_limits(cupy, blocks, grid):
     assert cupy.launches[0].grid == (grid, )
 
 
+def test_large_shared_memory_is_opted_into_once(cupy):
+    for shared_bytes in (0, 48 * 1024, 100_000, 60_000, 200_000):
+        launch(torch.zeros(3), shared_bytes=shared_bytes)
+    assert [(record.shared, record.opted_in) for record in cupy.launches] == [
+        (0, 0), (48 * 1024, 0), (100_000, 100_000), (60_000, 100_000), (200_000, 200_000)]
+
+
 def test_compiled_once_for_each_device_and_macro_set(cupy):
     other = Kernel(KERNEL.source, KERNEL.function, (('HEAD_DIM', 64), ('SCALAR_TYPE', 0)))
     for kernel, device in [(KERNEL, 0), (KERNEL, 1), (KERNEL, 1), (other, 1), (KERNEL, 0)]:
@@ -134,6 +146,52 @@ def test_b25_failed_compilation_names_the_fix_and_is_not_tried_again(cupy):
             launch(torch.zeros(3))
         assert info.value.__cause__ is cupy.compile_error
     assert len(cupy.compiled) == 1 and not cupy.launches
+
+
+def check_launches(cupy, names):
+    """What every launch must have, whatever the kernel."""
+    assert [name for name, _, _ in cupy.compiled] == names
+    for record in cupy.launches:
+        assert (record.stream, record.device) == (STREAM + 1, 1)
+        assert len(record.grid) == 1 and 1 <= record.grid[0] <= 2**31 - 1
+        assert len(record.block) == 1 and 32 <= record.block[0] <= 1024
+        assert {type(argument) for argument in record.arguments} <= {
+            np.uint64, np.float32, np.int64}
+    assert cupy.state['device'] == 0
+
+
+# B*h, N, M, d: a 4128 x 4128 image, B*h above 65 535, more than 2^31 elements in K and in q.
+@pytest.mark.filterwarnings('ignore:Accessing the data pointer of FakeTensor')
+@pytest.mark.parametrize('groups, n, m, d', [
+    (1, 1_065_024, 49, 32), (70_000, 3136, 49, 32), (1, 33_554_560, 64, 4),
+    (8, 16_777_344, 49, 64)])
+def test_b04_b16_b22_b45_launches_for_sizes_that_cannot_be_allocated_here(cupy, groups, n, m, d):
+    with FakeTensorMode():
+        q, k = (torch.empty(groups, 1, tokens, d, device=DEVICE) for tokens in (n, m))
+        output = laplacian_cupy.kernel_matrix(q, k, 4.0, 'laplacian')
+        grads = laplacian_cupy.kernel_matrix_backward(output, q, k, output, 4.0, 'laplacian',
+                                                      True, True)
+    assert [x.shape for x in (output, *grads)] == [(groups, 1, n, m), q.shape, k.shape]
+    check_launches(cupy, [f'laplacian_kernel_{name}' for name in (
+        'forward', 'backward_q', 'backward_k', 'reduce_k')])
+    for record in cupy.launches[:3]:
+        sizes = [int(argument) for argument in record.arguments if type(argument) is np.int64]
+        assert sizes[:3] == [groups, n, m]
+
+
+@pytest.mark.filterwarnings('ignore:Accessing the data pointer of FakeTensor')
+@pytest.mark.parametrize('batch, m', [(70_000, 49), (2, 40_000)])
+def test_b16_b22_b45_solver_launches_for_sizes_that_cannot_be_allocated_here(
+        cupy, monkeypatch, batch, m):
+    monkeypatch.setattr(cupy_runtime, 'shared_memory_limit', lambda device: 99 * 1024)
+    with FakeTensorMode():
+        w = torch.empty(batch, m, m, device=DEVICE)
+        x = solver_cupy.newton_schulz_inverse(w, 3, 1e-2)
+        grad = solver_cupy.newton_schulz_inverse_backward(x, x)
+        residual = solver_cupy.newton_schulz_residual(w, x)
+    assert (x.shape, grad.shape, residual.shape) == (w.shape, w.shape, (batch, ))
+    assert len(cupy.launches) == (1 if m == 49 else 1 + 3 * 2) + 2 + 1
+    check_launches(cupy, [name for name, _, _ in cupy.compiled])
 
 
 def test_text_is_one_unit_without_includes():

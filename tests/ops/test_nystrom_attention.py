@@ -14,7 +14,8 @@ normalizations = pytest.mark.parametrize('normalize', NORMALIZATIONS)
 kernels = pytest.mark.parametrize('kernel', ['laplacian', 'gaussian'])
 
 
-def make_inputs(n=64, d=32, heads=2, batch=1, scale=0.3, case='random', grid=7, seed=0):
+def make_inputs(n=64, d=32, heads=2, batch=1, scale=0.3, case='random', grid=7, seed=0,
+                device='cpu'):
     """q, k, v ``(B, h, N, d)`` in float64 and the landmarks that pooling would give."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = torch.randn(3, batch, heads, n, d, generator=generator, dtype=torch.float64)
@@ -26,7 +27,8 @@ def make_inputs(n=64, d=32, heads=2, batch=1, scale=0.3, case='random', grid=7, 
     height = next(side for side in range(math.isqrt(n), 0, -1) if n % side == 0)
     key_map = k.mT.reshape(batch * heads, d, height, n // height)
     landmarks = F.adaptive_avg_pool2d(key_map, (min(grid, height), min(grid, n // height)))
-    return [q, k, v, landmarks.flatten(2).mT.reshape(batch, heads, -1, d)]
+    return [x.to(device)
+            for x in (q, k, v, landmarks.flatten(2).mT.reshape(batch, heads, -1, d))]
 
 
 def dense(inputs, kernel='laplacian', normalize='whiten'):
@@ -64,14 +66,17 @@ def test_values_at_stage_1_of_224_px(normalize):
 @cases
 @scales
 @pytest.mark.parametrize('n', [1, 49, 400])
-def test_float32_error_is_at_most_twice_that_of_the_dense_form(normalize, case, scale, n):
+def test_float32_error_against_that_of_the_dense_form(normalize, case, scale, n, device):
+    """At most twice it on the CPU; elsewhere the sums of either run in another order: 4 times."""
     inputs = make_inputs(n, scale=scale, case=case)
     exact = dense(inputs, normalize=normalize)
     single = [x.float() for x in inputs]
     dense_error = relative_error(dense(single, normalize=normalize), exact)
-    error = relative_error(nystrom_attention(*single, normalize=normalize), exact)
+    out = nystrom_attention(*(x.to(device) for x in single), normalize=normalize)
     # Two roundings of the result, for the cases where the dense form happens to make none.
-    assert error <= 2 * dense_error + 2 * torch.finfo(torch.float32).eps
+    factor = 2 if device.type == 'cpu' else 4
+    assert relative_error(out.cpu(), exact) \
+        <= factor * dense_error + 2 * torch.finfo(torch.float32).eps
 
 
 def test_float32_error_at_3136_tokens():
@@ -108,12 +113,14 @@ def test_gradients_against_reference(normalize, kernel, case):
 
 
 @normalizations
-def test_gradients_in_float32(normalize):
-    weight = torch.randn(1, 2, 196, 32, generator=torch.Generator().manual_seed(1))
+def test_gradients_in_float32(normalize, device):
+    weight = torch.randn(1, 2, 196, 32, generator=torch.Generator().manual_seed(1)).to(device)
     grads = []
-    for dtype in (torch.float32, torch.float64):
-        leaves = [x.to(dtype).clone().requires_grad_() for x in make_inputs(196)]
-        (nystrom_attention(*leaves, normalize=normalize) * weight.to(dtype)).sum().backward()
+    for dtype, function in ((torch.float32, lambda x: nystrom_attention(*x, normalize=normalize)),
+                            (torch.float64, lambda x: dense(x, normalize=normalize))):
+        leaves = [x.to(dtype, copy=True).requires_grad_()
+                  for x in make_inputs(196, device=device)]
+        (function(leaves) * weight.to(dtype)).sum().backward()
         grads.append([x.grad for x in leaves])
     for got, want in zip(*grads, strict=True):
         assert relative_error(got, want) <= 1e-3
@@ -121,8 +128,8 @@ def test_gradients_in_float32(normalize):
 
 @normalizations
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
-def test_b09_half_precision_computes_in_float32(normalize, dtype):
-    inputs = [x.to(dtype).requires_grad_() for x in make_inputs(196)]
+def test_b09_half_precision_computes_in_float32(normalize, dtype, device):
+    inputs = [x.to(dtype).requires_grad_() for x in make_inputs(196, device=device)]
     out = nystrom_attention(*inputs, normalize=normalize)
     out.float().square().sum().backward()
     assert out.dtype == dtype and all(x.grad.dtype == dtype for x in inputs)
@@ -130,20 +137,48 @@ def test_b09_half_precision_computes_in_float32(normalize, dtype):
                                .to(dtype), rtol=2e-2, atol=2e-3)
 
 
-def test_b08_autocast_and_large_values():
-    inputs = [x.float() * 8 for x in make_inputs(196)]
-    inputs = [inputs[0].bfloat16(), *inputs[1:]]
-    with torch.autocast('cpu', torch.bfloat16):
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
+def test_b08_autocast_and_large_values(dtype, device):
+    inputs = [x.float() * 8 for x in make_inputs(196, device=device)]
+    inputs = [inputs[0].to(dtype), *inputs[1:]]
+    with torch.autocast(device.type, dtype):
         out = nystrom_attention(*inputs)
     expected = nystrom_attention(inputs[0].float(), *inputs[1:])
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.parametrize('spread', [0.16, 1.28])
+def test_b08_autocast_at_the_tokens_of_a_detector(spread, device):
+    """An 800 x 1344 image at stride 4, float16 as a linear layer gives it, loss scale 65536.
+
+    A new layer gives the smaller spread to normalised tokens, the larger one to 8 times those.
+    """
+    size = 1 if device.type == 'cpu' else 2
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(4, size, size, 200 * 336, 32, generator=generator).to(device) * spread
+    landmarks = tokens[1].unflatten(2, (8400, 8))[:, :, :8400:175].mean(3)
+    inputs = [x.half() for x in (*tokens[:3], landmarks)]
+    results = []
+    for autocast in (True, False):
+        leaves = [x.to(x.dtype if autocast else torch.float32, copy=True).requires_grad_()
+                  for x in inputs]
+        with torch.autocast(device.type, torch.float16, enabled=autocast):
+            out = nystrom_attention(*leaves)
+        ((out.float() * tokens[3]).mean() * 65536).backward()
+        results.append([out.detach(), *(x.grad for x in leaves)])
+    smallest = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
+    for name, half, single in zip('out q k v landmarks'.split(), *results, strict=True):
+        assert half.dtype == torch.float16 and half.isfinite().all(), name
+        error = (half.float() - single).abs()
+        assert (error <= 2e-2 * single.abs() + 2e-3 * single.abs().max() + smallest).all(), name
+        assert half.count_nonzero() > half.numel() / 2, name
+
+
 @normalizations
-def test_b02_result_is_independent_of_batch_mates(normalize):
-    image = make_inputs(196)
-    flat = make_inputs(196, case='flat', seed=1)
+def test_b02_result_is_independent_of_batch_mates(normalize, device):
+    image = make_inputs(196, device=device)
+    flat = make_inputs(196, case='flat', seed=1, device=device)
     together = nystrom_attention(*[torch.cat(pair).float() for pair in zip(image, flat,
                                                                            strict=True)],
                                  normalize=normalize)
@@ -152,8 +187,8 @@ def test_b02_result_is_independent_of_batch_mates(normalize):
 
 
 @normalizations
-def test_nan_stays_in_its_image(normalize):
-    inputs = make_inputs(49, batch=2)
+def test_nan_stays_in_its_image(normalize, device):
+    inputs = [x.float() for x in make_inputs(49, batch=2, device=device)]
     inputs[0][0, 0, 0, 0] = float('nan')
     out = nystrom_attention(*inputs, normalize=normalize)
     assert out[0].isnan().any() and out[1].isfinite().all()
@@ -179,20 +214,20 @@ def test_whitened_map_is_unit_gaussian_for_each_key():
                                rtol=1e-4, atol=0)
 
 
-def test_rows_of_the_row_map_sum_to_one():
-    q, k, v, landmarks = make_inputs(64)
+def test_rows_of_the_row_map_sum_to_one(device):
+    q, k, v, landmarks = (x.float() for x in make_inputs(64, device=device))
     out = nystrom_attention(q, k, torch.ones_like(v), landmarks, normalize='row')
     torch.testing.assert_close(out, torch.ones_like(out))
 
 
-def test_row_map_far_from_every_landmark_is_bounded():
-    q, k, v, landmarks = make_inputs(64)
+def test_row_map_far_from_every_landmark_is_bounded(device):
+    q, k, v, landmarks = (x.float() for x in make_inputs(64, device=device))
     out = nystrom_attention(q + 100, k, v, landmarks, normalize='row')
     assert out.abs().max() <= v.abs().max()
 
 
-def test_nothing_kept_for_the_backward_is_quadratic():
-    inputs = [x.float().requires_grad_() for x in make_inputs(1024, heads=1)]
+def test_nothing_kept_for_the_backward_is_quadratic(device):
+    inputs = [x.float().requires_grad_() for x in make_inputs(1024, heads=1, device=device)]
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t,
                                                   lambda t: t):
@@ -202,9 +237,9 @@ def test_nothing_kept_for_the_backward_is_quadratic():
 
 @normalizations
 @pytest.mark.parametrize('batch, n', [(0, 16), (1, 0)])
-def test_b43_empty(normalize, batch, n):
-    q, k, v = (torch.zeros(batch, 2, n, 8, requires_grad=True) for _ in range(3))
-    landmarks = torch.zeros(batch, 2, 4, 8, requires_grad=True)
+def test_b43_empty(normalize, batch, n, device):
+    q, k, v = (torch.zeros(batch, 2, n, 8, device=device, requires_grad=True) for _ in range(3))
+    landmarks = torch.zeros(batch, 2, 4, 8, device=device, requires_grad=True)
     out = nystrom_attention(q, k, v, landmarks, normalize=normalize)
     assert out.shape == (batch, 2, n, 8)
     out.sum().backward()
@@ -214,8 +249,8 @@ def test_b43_empty(normalize, batch, n):
 @normalizations
 @kernels
 @pytest.mark.parametrize('case', ['flat keys', 'flat'])
-def test_smallest_accepted_ridge_gives_finite_results_in_float32(normalize, kernel, case):
-    inputs = [x.float() for x in make_inputs(784, case=case, grid=14)]
+def test_smallest_accepted_ridge_gives_finite_results_in_float32(normalize, kernel, case, device):
+    inputs = [x.float() for x in make_inputs(784, case=case, grid=14, device=device)]
     smallest = 196 * torch.finfo(torch.float32).eps
     out = nystrom_attention(*inputs, ridge=1.01 * smallest, kernel=kernel, normalize=normalize)
     assert out.isfinite().all()
@@ -223,18 +258,10 @@ def test_smallest_accepted_ridge_gives_finite_results_in_float32(normalize, kern
         nystrom_attention(*inputs, ridge=0.99 * smallest, kernel=kernel, normalize=normalize)
 
 
-def test_huge_ridge_leaves_the_mean_value():
-    q, k, v, landmarks = make_inputs(49)
+def test_huge_ridge_leaves_the_mean_value(device):
+    q, k, v, landmarks = (x.float() for x in make_inputs(49, device=device))
     out = nystrom_attention(q, k, v, landmarks, ridge=1e30)
     torch.testing.assert_close(out, v.mean(-2, keepdim=True).expand_as(out))
-
-
-def test_functional_gradient():
-    inputs = make_inputs(49)
-    q = inputs[0].clone().requires_grad_()
-    nystrom_attention(q, *inputs[1:]).square().sum().backward()
-    functional = torch.func.grad(lambda x: nystrom_attention(x, *inputs[1:]).square().sum())
-    torch.testing.assert_close(functional(inputs[0]), q.grad)
 
 
 def tokens(n=4, d=8, heads=1, dtype=torch.float32):

@@ -5,18 +5,17 @@ from ctypes import c_float, c_longlong
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .. import cupy_runtime
 from ..backend import UnsupportedError
-from ..precision import result_dtype
 from .tiling import MAX_HEAD_DIM, Tiling, landmark_tile
 
 _SCALAR_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_KERNELS = {'laplacian': 0, 'gaussian': 1}
 
 
-def check(q: Tensor, k: Tensor) -> None:
-    """Raises where the CUDA kernels cannot serve these tensors.
+def check(q: Tensor) -> None:
+    """Raises where the CUDA kernels cannot serve queries like these.
 
     Raises:
         UnsupportedError: Device, dtype or head dim is not theirs.
@@ -24,9 +23,9 @@ def check(q: Tensor, k: Tensor) -> None:
     """
     if not q.is_cuda:
         raise UnsupportedError(f'the CUDA kernels need CUDA tensors, got {q.device}')
-    if result_dtype(q, k) not in _SCALAR_TYPES:
+    if q.dtype not in _SCALAR_TYPES:
         raise UnsupportedError(f'the CUDA kernels take {[str(t) for t in _SCALAR_TYPES]}, got '
-                               f'{result_dtype(q, k)}')
+                               f'{q.dtype}')
     if q.shape[-1] > MAX_HEAD_DIM:
         raise UnsupportedError(f'the CUDA kernels take head dims up to {MAX_HEAD_DIM}, got '
                                f'{q.shape[-1]}')
@@ -38,52 +37,13 @@ def _finite(scale: float) -> c_float:
     return c_float(max(scale, -torch.finfo(torch.float32).max))
 
 
-class _CudaKernel(torch.autograd.Function):
-    """Keeps q, k and K for the backward; no distance is stored."""
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, kernel_scale: float, gaussian: bool) -> Tensor:
-        kernel = q.new_empty(*q.shape[:-1], k.shape[-2])
-        if kernel.numel():
-            # exp(-distance / scale) as a power of two, the factor computed in float64.
-            exponent_scale = -math.log2(math.e) / (kernel_scale * (2 if gaussian else 1))
-            _Launcher(q, k, gaussian).run('forward', q, k, kernel, _finite(exponent_scale))
-        return kernel
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, float, bool],
-                      output: Tensor) -> None:
-        q, k, ctx.kernel_scale, ctx.gaussian = inputs
-        ctx.save_for_backward(q, k, output)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx,
-                 grad_kernel: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        q, k, kernel = ctx.saved_tensors
-        if not kernel.numel():
-            return torch.zeros_like(q), torch.zeros_like(k), None, None
-        # Dense whatever the strides of the incoming gradient (zeros after a sum()).
-        grad_kernel = grad_kernel.to(kernel.dtype).contiguous()
-        launcher = _Launcher(q, k, ctx.gaussian)
-        tensors = q, k, kernel, grad_kernel
-        scale = _finite(-1 / ctx.kernel_scale)
-        grad_q = grad_k = None
-        if ctx.needs_input_grad[0]:
-            grad_q = torch.empty_like(q)
-            launcher.run('backward_q', *tensors, grad_q, scale)
-        if ctx.needs_input_grad[1]:
-            grad_k = launcher.key_gradient(tensors, scale)
-        return grad_q, grad_k, None, None
-
-
 class _Launcher:
     """Launches the four kernels for one size, dtype and kind."""
 
-    def __init__(self, q: Tensor, k: Tensor, gaussian: bool) -> None:
+    def __init__(self, q: Tensor, k: Tensor, kernel: str) -> None:
         self.tiling = Tiling(q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3])
         m_threads, m_outputs = landmark_tile(self.tiling.m)
-        self.macros = (('SCALAR_TYPE', _SCALAR_TYPES[q.dtype]), ('KERNEL', int(gaussian)),
+        self.macros = (('SCALAR_TYPE', _SCALAR_TYPES[q.dtype]), ('KERNEL', _KERNELS[kernel]),
                        ('HEAD_DIM', self.tiling.d), ('M_THREADS', m_threads),
                        ('M_OUTPUTS', m_outputs))
         self.device = q.device
@@ -111,17 +71,27 @@ class _Launcher:
         return grad_k
 
 
-def _apply(q: Tensor, k: Tensor, kernel_scale: float, gaussian: bool) -> Tensor:
-    dtype = result_dtype(q, k)
-    return _CudaKernel.apply(q.to(dtype).contiguous(), k.to(dtype).contiguous(), kernel_scale,
-                             gaussian)
+def kernel_matrix(q: Tensor, k: Tensor, kernel_scale: float, kernel: str) -> Tensor:
+    """See :func:`mmlaplacian.ops.laplacian_kernel.registration.kernel_matrix`."""
+    output = q.new_empty(*q.shape[:-1], k.shape[-2])
+    if output.numel():
+        # exp(-distance / scale) as a power of two, the factor computed in float64.
+        exponent_scale = -math.log2(math.e) / (kernel_scale * (2 if kernel == 'gaussian' else 1))
+        _Launcher(q, k, kernel).run('forward', q, k, output, _finite(exponent_scale))
+    return output
 
 
-def laplacian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
-    """See :func:`mmlaplacian.ops.laplacian_kernel`."""
-    return _apply(q, k, kernel_scale, gaussian=False)
-
-
-def gaussian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
-    """See :func:`mmlaplacian.ops.gaussian_kernel`."""
-    return _apply(q, k, kernel_scale, gaussian=True)
+def kernel_matrix_backward(grad_output: Tensor, q: Tensor, k: Tensor, output: Tensor,
+                           kernel_scale: float, kernel: str, needs_q: bool,
+                           needs_k: bool) -> tuple[Tensor, Tensor]:
+    """See :func:`mmlaplacian.ops.laplacian_kernel.registration.kernel_matrix_backward`."""
+    launcher = _Launcher(q, k, kernel)
+    tensors = q, k, output, grad_output
+    scale = _finite(-1 / kernel_scale)
+    grad_q, grad_k = q.new_empty(0), k.new_empty(0)
+    if needs_q:
+        grad_q = torch.empty_like(q)
+        launcher.run('backward_q', *tensors, grad_q, scale)
+    if needs_k:
+        grad_k = launcher.key_gradient(tensors, scale)
+    return grad_q, grad_k

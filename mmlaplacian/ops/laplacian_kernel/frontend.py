@@ -1,16 +1,13 @@
-"""Public form of the kernels: checks once, then hands over to an implementation."""
-
-from functools import partial
-from types import ModuleType
+"""Public form of the kernels: checks once, then calls the operator."""
 
 from torch import Tensor
 
 from .. import validation
-from ..backend import choose
-from . import cupy_impl, torch_impl
+from ..precision import result_dtype
+from .registration import kernel_matrix
 
 
-def _check(q: Tensor, k: Tensor, kernel_scale: object) -> float:
+def _checked_kernel_matrix(q: Tensor, k: Tensor, kernel_scale: object, kernel: str) -> Tensor:
     validation.check_tensors('(B, h, tokens, d)', q=q, k=k)
     validation.check_same('B, h', q=q.shape[:2], k=k.shape[:2])
     validation.check_same('d', q=q.shape[3:], k=k.shape[3:])
@@ -18,11 +15,9 @@ def _check(q: Tensor, k: Tensor, kernel_scale: object) -> float:
         raise ValueError(f'd must be at least 1, got q of shape {tuple(q.shape)}')
     if k.shape[-2] == 0:
         raise ValueError(f'k must hold at least one token, got shape {tuple(k.shape)}')
-    return validation.positive_number('kernel_scale', kernel_scale)
-
-
-def _implementation(op: str, q: Tensor, k: Tensor) -> ModuleType:
-    return choose(op, q, torch_impl, cupy_impl, partial(cupy_impl.check, q, k))
+    kernel_scale = validation.positive_number('kernel_scale', kernel_scale)
+    dtype = result_dtype(q, k)
+    return kernel_matrix(q.to(dtype), k.to(dtype), kernel_scale, kernel)
 
 
 def laplacian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
@@ -36,7 +31,7 @@ def laplacian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
         kernel_scale: lambda > 0, in the unit of the L1 distance. Gets no gradient.
 
     Returns:
-        ``(B, h, N, M)`` in the dtype of the inputs, values in [0, 1].
+        ``(B, h, N, M)`` in the dtype of the inputs, float32 under autocast; values in [0, 1].
 
     Raises:
         TypeError: Wrong type or dtype, or mixed dtypes outside autocast.
@@ -44,8 +39,7 @@ def laplacian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
             backend ``'cupy'`` is forced and cannot take the inputs.
         ImportError: It is forced and CuPy cannot be imported.
     """
-    kernel_scale = _check(q, k, kernel_scale)
-    return _implementation('laplacian_kernel', q, k).laplacian_kernel(q, k, kernel_scale)
+    return _checked_kernel_matrix(q, k, kernel_scale, 'laplacian')
 
 
 def gaussian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
@@ -54,8 +48,7 @@ def gaussian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
     Arguments, result and errors as in :func:`laplacian_kernel`; lambda is in the unit of the
     squared distance.
     """
-    kernel_scale = _check(q, k, kernel_scale)
-    return _implementation('gaussian_kernel', q, k).gaussian_kernel(q, k, kernel_scale)
+    return _checked_kernel_matrix(q, k, kernel_scale, 'gaussian')
 
 
 KERNELS = {'laplacian': laplacian_kernel, 'gaussian': gaussian_kernel}

@@ -2,93 +2,64 @@
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
-from ..precision import call_in_compute_dtype
+from ..precision import compute_dtype
 
 
-def _l1_gradients(grad_distance: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of sum(grad_distance * ||q - k||_1) for q and k; sign(0) = 0 at ties."""
-    if q.device.type != 'cpu':
+def _l1_gradient(grad_distance: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Gradient of sum(grad_distance * ||x - y||_1) for x; sign(0) = 0 at ties."""
+    if x.device.type != 'cpu':
         # There torch's own operator allocates N x M x d.
-        return _l1_gradients_by_channel(grad_distance, q, k)
+        return _l1_gradient_by_channel(grad_distance, x, y)
     # For p = 1 this operator takes the distance as its last argument but never uses it.
-    backward = torch.ops.aten._cdist_backward
-    grad_distance_t = grad_distance.mT.contiguous()
-    return (backward(grad_distance, q, k, 1.0, grad_distance),
-            backward(grad_distance_t, k, q, 1.0, grad_distance_t))
+    grad_distance = grad_distance.contiguous()
+    return torch.ops.aten._cdist_backward(grad_distance, x, y, 1.0, grad_distance)
 
 
-def _l1_gradients_by_channel(grad_distance: Tensor, q: Tensor,
-                             k: Tensor) -> tuple[Tensor, Tensor]:
+def _l1_gradient_by_channel(grad_distance: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """The same, one channel at a time: nothing is larger than N x M."""
-    grad_q, grad_k = torch.empty_like(q), torch.empty_like(k)
-    for channel in range(q.shape[-1]):
-        sign = torch.sign(q[..., channel, None] - k[..., None, :, channel])
-        sign.mul_(grad_distance)
-        grad_q[..., channel] = sign.sum(-1)
-        grad_k[..., channel] = -sign.sum(-2)
-    return grad_q, grad_k
+    grad_x = torch.empty_like(x)
+    for channel in range(x.shape[-1]):
+        sign = torch.sign(x[..., channel, None] - y[..., None, :, channel])
+        grad_x[..., channel] = sign.mul_(grad_distance).sum(-1)
+    return grad_x
 
 
-def _keep_for_backward(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, float],
-                       output: Tensor) -> None:
-    q, k, ctx.kernel_scale = inputs
-    ctx.save_for_backward(q, k, output)
+def _squared_l2_gradient(grad_distance: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Gradient of sum(grad_distance * ||x - y||_2^2 / 2) for x."""
+    # About the mean of y the two terms cancel less.
+    center = y.mean(-2, keepdim=True)
+    return (x - center) * grad_distance.sum(-1)[..., None] - grad_distance @ (y - center)
 
 
-class _LaplacianKernel(torch.autograd.Function):
-    """K = exp(-||q - k||_1 / lambda); keeps q, k and K for the backward."""
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
-        return torch.cdist(q, k, p=1.0).div_(-kernel_scale).exp_()
-
-    setup_context = staticmethod(_keep_for_backward)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad_kernel: Tensor) -> tuple[Tensor, Tensor, None]:
-        q, k, kernel = ctx.saved_tensors
-        # The product is dense whatever the strides of grad_kernel (zeros after a sum()).
-        grad_distance = (grad_kernel * kernel).div_(-ctx.kernel_scale).contiguous()
-        return *_l1_gradients(grad_distance, q, k), None
+_GRADIENTS = {'laplacian': _l1_gradient, 'gaussian': _squared_l2_gradient}
 
 
-class _GaussianKernel(torch.autograd.Function):
-    """K = exp(-||q - k||_2^2 / (2 lambda)); keeps q, k and K for the backward.
+def kernel_matrix(q: Tensor, k: Tensor, kernel_scale: float, kernel: str) -> Tensor:
+    """See :func:`mmlaplacian.ops.laplacian_kernel.registration.kernel_matrix`.
 
-    The distance is summed over differences: the expansion ||q||^2 + ||k||^2 - 2 q.k rounds W
-    of far-off keys to an indefinite matrix.
+    The Gaussian's distance is summed over differences: the expansion ||q||^2 + ||k||^2 - 2 q.k
+    rounds W of far-off keys to an indefinite matrix.
     """
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
-        distance = torch.cdist(q, k, compute_mode='donot_use_mm_for_euclid_dist')
-        return distance.square_().div_(-2 * kernel_scale).exp_()
-
-    setup_context = staticmethod(_keep_for_backward)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad_kernel: Tensor) -> tuple[Tensor, Tensor, None]:
-        q, k, kernel = ctx.saved_tensors
-        # d K / d q = -K (q - k) / lambda; about the mean key the two terms cancel less.
-        weight = (grad_kernel * kernel).div_(-ctx.kernel_scale)
-        center = k.mean(-2, keepdim=True)
-        q, k = q - center, k - center
-        grad_q = q * weight.sum(-1)[..., None] - weight @ k
-        grad_k = k * weight.sum(-2)[..., None] - weight.mT @ q
-        return grad_q, grad_k, None
+    dtype = compute_dtype(q)
+    q_wide, k_wide = q.to(dtype), k.to(dtype)
+    if kernel == 'laplacian':
+        exponent = torch.cdist(q_wide, k_wide, p=1.0).div_(-kernel_scale)
+    else:
+        distance = torch.cdist(q_wide, k_wide, compute_mode='donot_use_mm_for_euclid_dist')
+        exponent = distance.square_().div_(-2 * kernel_scale)
+    return exponent.exp_().to(q.dtype)
 
 
-def laplacian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
-    """See :func:`mmlaplacian.ops.laplacian_kernel`."""
-    return call_in_compute_dtype(
-        lambda q, k: _LaplacianKernel.apply(q, k, kernel_scale), q, k)
-
-
-def gaussian_kernel(q: Tensor, k: Tensor, kernel_scale: float) -> Tensor:
-    """See :func:`mmlaplacian.ops.gaussian_kernel`."""
-    return call_in_compute_dtype(
-        lambda q, k: _GaussianKernel.apply(q, k, kernel_scale), q, k)
+def kernel_matrix_backward(grad_output: Tensor, q: Tensor, k: Tensor, output: Tensor,
+                           kernel_scale: float, kernel: str, needs_q: bool,
+                           needs_k: bool) -> tuple[Tensor, Tensor]:
+    """See :func:`mmlaplacian.ops.laplacian_kernel.registration.kernel_matrix_backward`."""
+    dtype = compute_dtype(q)
+    grad_distance = (grad_output.to(dtype) * output).div_(-kernel_scale)
+    q_wide, k_wide = q.to(dtype), k.to(dtype)
+    gradient = _GRADIENTS[kernel]
+    # Distances are symmetric, so one formula serves both sides.
+    grad_q = gradient(grad_distance, q_wide, k_wide) if needs_q else q.new_empty(0)
+    grad_k = gradient(grad_distance.mT, k_wide, q_wide) if needs_k else k.new_empty(0)
+    return grad_q.to(q.dtype), grad_k.to(k.dtype)

@@ -1,11 +1,10 @@
-"""Public form of the solver: checks once, then hands over to an implementation."""
+"""Public form of the solver: checks once, then calls the operator."""
 
 from torch import Tensor
 
 from .. import validation
-from ..precision import autocast_off, compute_dtype
-from . import torch_impl
-from .schedule import default_iters
+from ..precision import compute_dtype
+from . import registration
 
 
 def newton_schulz_inverse(
@@ -46,14 +45,12 @@ def newton_schulz_inverse(
         raise ValueError(f'w must have shape (..., M, M) with M >= 1, got {tuple(w.shape)}')
     if spd_lower_bound is not None:
         spd_lower_bound = validation.positive_number('spd_lower_bound', spd_lower_bound)
-    dtype = compute_dtype(w)
-    if solver_iters is None:
-        solver_iters = default_iters(w.shape[-1], spd_lower_bound, dtype)
-    solver_iters = validation.integer_at_least('solver_iters', solver_iters, 1)
-    with autocast_off(w):
-        matrices = w.to(dtype).reshape(-1, *w.shape[-2:])
-        x = torch_impl.newton_schulz_inverse(matrices, solver_iters, spd_lower_bound)
-        inverse = x.reshape(w.shape).to(w.dtype)
-        if not return_residual:
-            return inverse
-        return inverse, torch_impl.residual(matrices, x).reshape(w.shape[:-2])
+    if solver_iters is not None:
+        solver_iters = validation.integer_at_least('solver_iters', solver_iters, 1)
+    matrices = w.to(compute_dtype(w)).reshape(-1, *w.shape[-2:])
+    x = registration.newton_schulz_inverse(matrices, solver_iters, spd_lower_bound)
+    inverse = x.reshape(w.shape).to(w.dtype)
+    if not return_residual:
+        return inverse
+    residual = registration.newton_schulz_residual(matrices.detach(), x.detach())
+    return inverse, residual.reshape(w.shape[:-2])

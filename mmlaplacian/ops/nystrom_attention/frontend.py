@@ -1,12 +1,12 @@
-"""Public form of the attention: checks once, then hands over to an implementation."""
+"""Public form of the attention: checks once, then calls the operator."""
 
 import torch
 from torch import Tensor
 
 from .. import validation
 from ..laplacian_kernel import KERNELS
-from ..precision import call_in_compute_dtype, compute_dtype
-from . import torch_impl
+from ..precision import compute_dtype, result_dtype
+from . import registration
 
 NORMALIZATIONS = ('whiten', 'row', 'none')
 
@@ -32,7 +32,9 @@ def nystrom_attention(q: Tensor,
     * ``'row'``: G_ij / sum_j G_ij, kernel regression; the row mean is kept above whiten_eps;
     * ``'none'``: G_ij / N.
 
-    Images and heads never mix. Half-precision inputs are computed in float32.
+    Images and heads never mix. Half-precision inputs are computed in float32. Kernel matrices are
+    computed a tile of tokens at a time and again in the backward: what is kept for it is the
+    inputs and M x M matrices.
 
     Args:
         q: Queries ``(B, h, N, d)``; B and N may be 0.
@@ -71,11 +73,12 @@ def nystrom_attention(q: Tensor,
     if ridge < smallest:
         raise ValueError(f'ridge must be at least {smallest:.1e} for {landmarks.shape[2]} '
                          f'landmarks in {dtype}, got {ridge:g}')
-    options = dict(
-        kernel_scale=validation.positive_number('kernel_scale', kernel_scale),
-        ridge=ridge,
-        whiten_eps=validation.positive_number('whiten_eps', whiten_eps),
-        solver_iters=solver_iters,
-        kernel=validation.one_of('kernel', kernel, tuple(KERNELS)),
-        normalize=validation.one_of('normalize', normalize, NORMALIZATIONS))
-    return call_in_compute_dtype(torch_impl.nystrom_attention, q, k, v, landmarks, **options)
+    options = (validation.positive_number('kernel_scale', kernel_scale),
+               ridge,
+               validation.positive_number('whiten_eps', whiten_eps),
+               solver_iters,
+               validation.one_of('kernel', kernel, tuple(KERNELS)),
+               validation.one_of('normalize', normalize, NORMALIZATIONS))
+    dtype = result_dtype(q, k, v, landmarks)
+    tensors = (tensor.to(dtype) for tensor in (q, k, v, landmarks))
+    return registration.nystrom_attention(*tensors, *options)[0]

@@ -1,40 +1,75 @@
-"""Nystrom attention in plain torch, linear in the number of tokens: nothing is N x N."""
+"""Nystrom attention by tiles of tokens, on any device: nothing is N x N, and nothing N x M lives
+from the forward to the backward, which computes the tiles again."""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ..laplacian_kernel import KERNELS
-from ..newton_schulz import newton_schulz_inverse
+from ..newton_schulz import registration as solver
+from . import row, unnormalized, whiten
+from .tiles import (
+    GradientTiles,
+    KernelTiles,
+    image_slices,
+    kernel_matrix,
+    kernel_matrix_backward,
+    tile_of,
+)
+
+MAPS = {'whiten': whiten, 'row': row, 'none': unnormalized}
 
 
 def nystrom_attention(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor, kernel_scale: float,
                       ridge: float, whiten_eps: float, solver_iters: int | None, kernel: str,
-                      normalize: str) -> Tensor:
-    """See :func:`mmlaplacian.ops.nystrom_attention`."""
-    kernel_matrix = KERNELS[kernel]
-    c_q = kernel_matrix(q, landmarks, kernel_scale)
-    c_k = kernel_matrix(k, landmarks, kernel_scale)
-    w = kernel_matrix(landmarks, landmarks, kernel_scale)
-    w = w + ridge * torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
-    p = newton_schulz_inverse(w, solver_iters, spd_lower_bound=ridge)
-    n = k.shape[-2]
-    if normalize == 'none':
-        return (c_q @ p) @ (c_k.mT @ v) / n
-    if normalize == 'row':
-        # About the mean value, and P on the queries: for nearly uniform maps C_k^T (V - mean)
-        # is then small itself instead of a difference of large terms after P.
-        queries = c_q @ p
-        mass = queries @ c_k.mean(-2)[..., None]
-        floored = mass.clamp_min(whiten_eps)
-        mean = v.mean(-2, keepdim=True)
-        context = c_k.mT @ (v - mean) / n
-        return queries @ context / floored + mean * (mass / floored)
-    # P on the keys first: var and ctx then carry its rounding once, not twice as in P Cov P.
-    keys = c_k @ p
-    # The dense map's statistics over queries, one mean and variance for each key j:
-    # mu_j = c_bar . keys_j and var_j = keys_j^T Cov(C_q) keys_j.
-    centered = c_q - c_q.mean(-2, keepdim=True)
-    covariance = centered.mT @ centered / n
-    variance = ((keys @ covariance) * keys).sum(-1, keepdim=True).clamp_min(0)
-    context = keys.mT @ (v * (variance + whiten_eps).rsqrt())
-    return centered @ context / n + v.mean(-2, keepdim=True)
+                      normalize: str) -> tuple[Tensor, list[Tensor]]:
+    """Output and what the backward keeps besides the inputs.
+
+    Args: as of :func:`mmlaplacian.ops.nystrom_attention`; at least one token.
+
+    Returns:
+        ``(B, h, N, d_v)`` in the dtype of v, and k(landmarks, landmarks), W^-1 and the map's
+        state, all ``(G, ...)`` with G = B * h and without N.
+    """
+    marks = tile_of(landmarks, slice(None)).contiguous()
+    w = kernel_matrix(marks, marks, kernel_scale, kernel)
+    ridged = w + ridge * torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
+    p = solver.newton_schulz_inverse(ridged, solver_iters, ridge)
+    out = v.new_empty(v.shape)
+    states = []
+    for images, groups in _slices(q, landmarks):
+        queries, keys = (KernelTiles(x[images], marks[groups], kernel_scale, kernel)
+                         for x in (q, k))
+        states.append(MAPS[normalize].forward(queries, keys, v[images], p[groups], whiten_eps,
+                                              out[images]))
+    return out, [w, p, *map(torch.cat, zip(*states, strict=True))]
+
+
+def nystrom_attention_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor,
+                               landmarks: Tensor, kept: list[Tensor], kernel_scale: float,
+                               whiten_eps: float, kernel: str,
+                               normalize: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and landmarks from the output's and what the forward kept."""
+    w, p, *state = kept
+    marks = tile_of(landmarks, slice(None)).contiguous()
+    grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
+    grad_p, grad_marks = torch.empty_like(p), torch.zeros_like(marks)
+    for images, groups in _slices(q, landmarks):
+        queries, keys = (GradientTiles(x[images], marks[groups], kernel_scale, kernel,
+                                       grad_x[images], grad_marks[groups])
+                         for x, grad_x in ((q, grad_q), (k, grad_k)))
+        grad_p[groups] = MAPS[normalize].backward(
+            queries, keys, v[images], p[groups], whiten_eps, [x[groups] for x in state],
+            grad_out[images], grad_v[images])
+    grad_w = solver.newton_schulz_inverse_backward(grad_p, p)
+    for gradient in kernel_matrix_backward(grad_w, marks, marks, w, kernel_scale, kernel):
+        grad_marks += gradient
+    grad_landmarks = grad_marks.unflatten(0, landmarks.shape[:2]).to(landmarks.dtype)
+    return grad_q, grad_k, grad_v, grad_landmarks
+
+
+def _slices(q: Tensor, landmarks: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Images that are worked on together, and their groups."""
+    heads = q.shape[1]
+    for images in image_slices(q, landmarks.shape[2]):
+        yield images, slice(images.start * heads, images.stop * heads)

@@ -1,0 +1,171 @@
+"""What is timed: the ops and their peers at the sizes of a detector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmlaplacian.ops import laplacian_kernel, newton_schulz_inverse, nystrom_attention
+
+OWN = 'mmlaplacian'
+CDIST, BROADCAST, SDPA, INVERSE = ('torch.cdist + exp', 'compiled broadcast', 'SDPA, N x N',
+                                   'torch.linalg.inv')
+LANDMARKS = 49
+KERNEL_SCALE = 4.0
+RIDGE = 1e-2
+# 224 px, 448 px and 800 x 1336 px at stride 4.
+TOKENS = (3136, 12544, 66800)
+GROUPS = (4, 16, 128)
+HEAD_DIMS = (32, 64)
+DTYPES = (torch.float32, torch.bfloat16)
+MODES = ('forward', 'forward + backward')
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op at one size.
+
+    Args:
+        op: Public name of the op.
+        mode: ``'forward'`` without gradients, or ``'forward + backward'``.
+        groups: B * h, for the solver the number of matrices.
+        n: Queries and keys; 0 for the solver.
+        d: Head dim; 0 for the solver.
+        dtype: Of the tensors.
+        m: Landmarks.
+    """
+
+    op: str
+    mode: str
+    groups: int
+    n: int
+    d: int
+    dtype: torch.dtype
+    m: int = LANDMARKS
+
+    def __str__(self) -> str:
+        tokens = f'N {self.n}, d {self.d}, ' if self.n else ''
+        return (f'{self.op}, {self.mode}: B·h {self.groups}, {tokens}M {self.m}, '
+                f'{str(self.dtype).removeprefix("torch.")}')
+
+    @property
+    def elements(self) -> int:
+        """(query, landmark, channel) triples of the kernel matrix."""
+        return self.groups * self.n * self.m * self.d
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """All cases, small ones first.
+
+    Args:
+        quick: Only the smallest size, in each dtype.
+    """
+    tokens, groups, dims = (x[:1] if quick else x for x in (TOKENS, GROUPS, HEAD_DIMS))
+    for count, mode in product(groups, MODES):
+        yield Case('newton_schulz_inverse', mode, count, 0, 0, torch.float32)
+    for n, count, d, dtype, op, mode in product(
+            tokens, groups, dims, DTYPES, ('laplacian_kernel', 'nystrom_attention'), MODES):
+        yield Case(op, mode, count, n, d, dtype)
+
+
+def growth(name: str) -> int:
+    """The power of N that the time of a contestant grows with."""
+    return 2 if name == SDPA else 1
+
+
+def _broadcast(q: Tensor, k: Tensor) -> Tensor:
+    """The kernel matrix as one writes it down; float32 inside, like the op."""
+    difference = q.float()[..., :, None, :] - k.float()[..., None, :, :]
+    return (difference.abs().sum(-1) / -KERNEL_SCALE).exp().to(q.dtype)
+
+
+def compile_settings() -> AbstractContextManager[None]:
+    """One compiled variant for each head dim, dtype and pass, whatever B * h and N are.
+
+    That is more than torch allows by default, and only the marked dimensions may be symbolic.
+    """
+    return torch._dynamo.config.patch(recompile_limit=64, automatic_dynamic_shapes=False)
+
+
+@cache
+def _compiled_broadcast() -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(_broadcast, fullgraph=True)
+
+
+def _run_compiled_broadcast(q: Tensor, k: Tensor) -> Tensor:
+    torch._dynamo.maybe_mark_dynamic(q, (0, 2))
+    torch._dynamo.maybe_mark_dynamic(k, 0)
+    return _compiled_broadcast()(q, k)
+
+
+def _cdist(q: Tensor, k: Tensor) -> Tensor:
+    """torch.cdist takes no half precision on CUDA."""
+    return (torch.cdist(q.float(), k.float(), p=1.0) / -KERNEL_SCALE).exp().to(q.dtype)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
+    return nystrom_attention(q, k, v, landmarks, KERNEL_SCALE, RIDGE)
+
+
+def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def _differentiated(function: Callable[..., Tensor], tensors: tuple[Tensor, ...],
+                    weight: Tensor) -> None:
+    torch.autograd.grad(function(*tensors), tensors, weight, allow_unused=True)
+
+
+@torch.no_grad()
+def _without_gradients(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> None:
+    function(*tensors)
+
+
+def _inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device) * 0.3
+
+    if case.op == 'newton_schulz_inverse':
+        x = normal(case.groups, case.m, 32)
+        w = _cdist(x, x) + RIDGE * torch.eye(case.m, device=device)
+        return (w.to(case.dtype), )
+    q = normal(case.groups, 1, case.n, case.d).to(case.dtype)
+    landmarks = normal(case.groups, 1, case.m, case.d).to(case.dtype)
+    if case.op == 'laplacian_kernel':
+        return q, landmarks
+    k, v = (normal(case.groups, 1, case.n, case.d).to(case.dtype) for _ in range(2))
+    return q, k, v, landmarks
+
+
+def _contestants(op: str) -> dict[str, Callable[..., Tensor]]:
+    """The op first, then its peers."""
+    if op == 'laplacian_kernel':
+        return {OWN: lambda q, k: laplacian_kernel(q, k, KERNEL_SCALE), CDIST: _cdist,
+                BROADCAST: _run_compiled_broadcast}
+    if op == 'newton_schulz_inverse':
+        return {OWN: lambda w: newton_schulz_inverse(w, spd_lower_bound=RIDGE),
+                INVERSE: torch.linalg.inv}
+    return {OWN: _attention, SDPA: _softmax_attention}
+
+
+def functions(case: Case, device: torch.device) -> dict[str, Callable[[], None]]:
+    """What to time for a case, by the contestant's name; all share one set of inputs."""
+    tensors = _inputs(case, device)
+    contestants = _contestants(case.op)
+    if case.mode == 'forward':
+        return {name: partial(_without_gradients, function, tensors)
+                for name, function in contestants.items()}
+    tensors = tuple(x.requires_grad_() for x in tensors)
+    last = case.m if case.op == 'laplacian_kernel' else tensors[0].shape[-1]
+    weight = torch.ones(*tensors[0].shape[:-1], last, dtype=case.dtype, device=device)
+    return {name: partial(_differentiated, function, tensors, weight)
+            for name, function in contestants.items()}

@@ -1,0 +1,140 @@
+"""The record of a run: where it ran, every figure, and the same as a table."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from op_cases import OWN, Case
+from timing import NotTimed, Outcome, Timing
+
+from mmlaplacian.ops.cupy_runtime import require_cupy
+
+# float32 additions that a multiprocessor starts in one cycle, by compute capability.
+_ADD_LANES = {(7, 0): 64, (7, 5): 64, (8, 0): 64, (8, 6): 128, (8, 7): 128, (8, 9): 128,
+              (9, 0): 128, (10, 0): 128, (10, 3): 128, (12, 0): 128}
+
+
+def add_floor(device: torch.device) -> float | None:
+    """Elements/s at which two float32 additions an element fill a GPU; None where unknown.
+
+    An element is a (query, landmark, channel) triple: a difference, and the sum of its absolute
+    value. No tensor core does either. The clock is the highest that the device names.
+    """
+    if device.type == 'cpu':
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    lanes = _ADD_LANES.get((properties.major, properties.minor))
+    if lanes is None:
+        return None
+    return properties.multi_processor_count * lanes * properties.clock_rate * 1e3 / 2
+
+
+def _output(*command: str, cwd: Path) -> str | None:
+    """What a program prints, None where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def environment(device: torch.device, root: Path) -> dict[str, object]:
+    """Device, date, commit and versions."""
+    on_gpu = device.type == 'cuda'
+    commit = _output('git', 'rev-parse', 'HEAD', cwd=root)
+    if commit and _output('git', 'status', '--porcelain', '--untracked-files=no', cwd=root):
+        commit += ', modified'
+    return {
+        'device': torch.cuda.get_device_name(device) if on_gpu else 'CPU',
+        'date': datetime.now(timezone.utc).isoformat(timespec='seconds'),
+        'commit': commit,
+        'torch': torch.__version__,
+        'cuda': torch.version.cuda,
+        'cupy': require_cupy().__version__ if on_gpu else None,
+        'driver': _output('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader',
+                          f'--id={device.index or 0}', cwd=root) if on_gpu else None,
+        'add_floor_elements_per_s': add_floor(device),
+    }
+
+
+def row(case: Case, outcomes: Mapping[str, Outcome], floor: float | None) -> dict[str, object]:
+    """One case as it goes into the JSON file.
+
+    ``speedup`` is a peer's median over the op's own. ``elements_per_s`` and ``share_of_floor``
+    are given for the forward pass of the kernel, the one that the floor is made for.
+    """
+    own = outcomes.get(OWN)
+    result: dict[str, object] = {
+        **asdict(case), 'dtype': str(case.dtype).removeprefix('torch.'),
+        'outcomes': {name: asdict(outcome) for name, outcome in outcomes.items()}}
+    if isinstance(own, Timing):
+        result['speedup'] = {
+            name: outcome.milliseconds / own.milliseconds for name, outcome in outcomes.items()
+            if name != OWN and isinstance(outcome, Timing)}
+        if case.op == 'laplacian_kernel' and case.mode == 'forward':
+            rate = case.elements / (own.milliseconds * 1e-3)
+            result['elements_per_s'] = rate
+            result['share_of_floor'] = rate / floor if floor else None
+    return result
+
+
+def refused(case: Case, reason: str) -> dict[str, object]:
+    """A case that is not timed at all."""
+    return row(case, {OWN: NotTimed(reason)}, None)
+
+
+def _three_digits(value: float) -> str:
+    return f'{value:.0f}' if value >= 1000 else f'{value:.3g}'
+
+
+def _cell(outcome: Mapping[str, object] | None, ratio: float | None) -> str:
+    if outcome is None:
+        return ''
+    if 'reason' in outcome:
+        return outcome['reason'].replace('|', '/')
+    text = f'{_three_digits(outcome["milliseconds"])} ms'
+    if outcome['peak_bytes'] is not None:
+        text += f', {_three_digits(outcome["peak_bytes"] / 2**20)} MiB'
+    return text + (f' ({_three_digits(ratio)}x)' if ratio is not None else '')
+
+
+def _table(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """All rows of one op."""
+    names = list(dict.fromkeys(name for row in rows for name in row['outcomes']))
+    with_rate = any('elements_per_s' in row for row in rows)
+    header = ['B·h', 'N', 'M', 'd', 'dtype', 'pass', *names]
+    header += ['elements/s (of the floor)'] if with_rate else []
+    lines = ['| ' + ' | '.join(header) + ' |', '|' + ' --- |' * len(header)]
+    for row in rows:
+        cells = [str(row[key] or '') for key in ('groups', 'n', 'm', 'd', 'dtype', 'mode')]
+        ratios = row.get('speedup', {})
+        cells += [_cell(row['outcomes'].get(name), ratios.get(name)) for name in names]
+        if with_rate:
+            rate, share = row.get('elements_per_s'), row.get('share_of_floor')
+            cells.append(('' if rate is None else f'{rate:.3g}')
+                         + ('' if share is None else f' ({share:.0%})'))
+        lines.append('| ' + ' | '.join(cells) + ' |')
+    return lines
+
+
+def markdown(record: Mapping[str, object]) -> str:
+    """The record as tables, one for each op.
+
+    A cell holds the median time, the peak memory beside the inputs, and in brackets how many
+    times slower than the op a peer is.
+    """
+    where = record['environment']
+    lines = [f'{where["device"]}, {where["date"]}, commit {where["commit"] or "unknown"}, torch '
+             f'{where["torch"]}, CuPy {where["cupy"]}, driver {where["driver"] or "unknown"}.']
+    floor = where['add_floor_elements_per_s']
+    if floor is not None:
+        lines.append(f'The floor of two float32 additions an element is {floor:.3g} elements/s.')
+    for op in dict.fromkeys(row['op'] for row in record['rows']):
+        rows = [row for row in record['rows'] if row['op'] == op]
+        lines += ['', f'### {op}', '', *_table(rows)]
+    return '\n'.join(lines) + '\n'
