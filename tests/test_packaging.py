@@ -87,7 +87,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert wheel.name.endswith('-py3-none-any.whl')
     assert {name for name in names if not name.startswith(f'{info}/')} == {
         *(path.relative_to(ROOT).as_posix() for path in (ROOT / 'mmlaplacian').rglob('*.py')),
-        *(f'mmlaplacian/cuda_src/{path.name}' for path in (ROOT / 'cuda').glob('*.cu*'))}
+        *(f'mmlaplacian/cuda_src/{path.name}' for path in (ROOT / 'cuda').glob('*.cu*')),
+        *(f'mmlaplacian/cpu_src/{path.name}' for path in (ROOT / 'mmlaplacian/cpu_src').iterdir())}
     assert any(Path(name).name == 'LICENSE' for name in names)
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from .validation import one_of
 
-BACKENDS = ('auto', 'torch', 'cupy')
+BACKENDS = ('auto', 'torch', 'cpu', 'cupy')
 ENVIRONMENT_VARIABLE = 'MMLAPLACIAN_BACKEND'
 
 # What auto takes for tensors of a device.
-_FAST = {'cuda': 'cupy'}
+_FAST = {'cpu': 'cpu', 'cuda': 'cupy'}
 
 _chosen: str | None = None
 _warned: set[tuple[str, str]] = set()
@@ -46,8 +46,9 @@ def use_backend(name: str) -> Iterator[None]:
     A backward follows the backend in force when it runs.
 
     Args:
-        name: ``'auto'`` takes the CUDA kernels for CUDA tensors where they apply and says once,
-            with the reason, where they do not; ``'torch'`` and ``'cupy'`` insist.
+        name: ``'auto'`` takes the compiled C text for CPU tensors and the CUDA kernels for CUDA
+            tensors where they apply, and says once, with the reason, where the CUDA kernels do
+            not; ``'torch'``, ``'cpu'`` and ``'cupy'`` insist.
 
     Raises:
         ValueError: ``name`` is no backend.

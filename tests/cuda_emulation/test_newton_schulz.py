@@ -84,12 +84,13 @@ def landmark_matrices(batch: int, m: int, scale: float = .5, seed: int = 0) -> t
 
 
 def check(w: torch.Tensor, x: torch.Tensor) -> None:
-    """float32 and the condition number bound the error of any inverse: here by a small factor."""
+    """No further off than rounding: that of m terms a sum, and of W times its condition number."""
     exact = reference.inverse(w.double())
     condition = torch.linalg.cond(w.double())
     error = torch.linalg.matrix_norm(x.double() - exact, 2) / torch.linalg.matrix_norm(exact, 2)
     eps = torch.finfo(torch.float32).eps
-    assert (error <= (4 + condition) * eps).all(), (error / eps, condition)
+    bound = 2 + w.shape[-1]**.5 + condition
+    assert (error <= bound * eps).all(), (error / eps, condition)
 
 
 @pytest.fixture

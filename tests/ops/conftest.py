@@ -6,6 +6,7 @@ This folder needs torch and pytest alone, on a CUDA device CuPy too.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -49,10 +50,16 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str:
     return config.stash.get(_LEFT_OUT, '')
 
 
-@pytest.fixture(params=['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Every device of the contract in turn."""
-    return torch.device(request.param)
+@pytest.fixture(params=['torch', 'cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
+def form(request: pytest.FixtureRequest) -> str:
+    """Every form of the contract in turn: plain torch, the C text, the CUDA text."""
+    return request.param
+
+
+@pytest.fixture
+def device(form: str) -> torch.device:
+    """Where a form runs."""
+    return torch.device('cuda' if form == 'cuda' else 'cpu')
 
 
 class Precision(NamedTuple):
@@ -64,19 +71,22 @@ class Precision(NamedTuple):
 
 
 @pytest.fixture
-def precision(device: torch.device) -> Precision:
-    """Of the widest dtype that the ops compute in on a device."""
-    if device.type == 'cpu':
+def precision(form: str) -> Precision:
+    """Of the widest dtype that a form computes in."""
+    if form == 'torch':
         return Precision(torch.float64, 1e-10, 1e-12)
     return Precision(torch.float32, 1e-3, 1e-5)
 
 
 @pytest.fixture(autouse=True)
-def _kernels_into_poisoned_memory(request: pytest.FixtureRequest,
+def _backend_of_the_form(request: pytest.FixtureRequest,
                                   monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On a CUDA device: an op that leaves the kernels fails, what they do not write is NaN."""
+    """The form's backend. On a CUDA device an op that leaves the kernels fails, and what they do
+    not write is NaN."""
     if request.node.get_closest_marker('gpu') is None:
-        yield
+        plain = 'form' in request.fixturenames and request.getfixturevalue('form') == 'torch'
+        with use_backend('torch') if plain else nullcontext():
+            yield
         return
     # cuBLAS, in the references and around the kernels, is deterministic with this alone.
     monkeypatch.setenv('CUBLAS_WORKSPACE_CONFIG', ':4096:8')

@@ -80,7 +80,7 @@ def test_environment_variable(monkeypatch):
 
 
 def test_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match=r"\('auto', 'torch', 'cupy'\), got 'cuda'"), \
+    with pytest.raises(ValueError, match=r"\('auto', 'torch', 'cpu', 'cupy'\), got 'cuda'"), \
             use_backend('cuda'):
         pass
 

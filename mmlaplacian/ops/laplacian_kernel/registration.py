@@ -13,9 +13,9 @@ from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
 from ..backend import choose
-from . import cupy_impl, torch_impl
+from . import cpu_impl, cupy_impl, torch_impl
 
-_IMPLEMENTATIONS = {'torch': torch_impl, 'cupy': cupy_impl}
+_IMPLEMENTATIONS = {'torch': torch_impl, 'cpu': cpu_impl, 'cupy': cupy_impl}
 
 
 def implementation(q: Tensor, kernel: str) -> ModuleType:
