@@ -105,7 +105,7 @@ constexpr int PADDED = PADDED_ROWS * STRIDE;
 
 // W, X and I - W X stay in shared memory for all the steps, 3 * PADDED floats. Rows and columns
 // past SIZE hold zeros and stay zero, so nothing inside the steps needs a bound.
-extern "C" __global__ void __launch_bounds__(INVERSE_THREADS)
+extern "C" __global__ void __launch_bounds__(INVERSE_THREADS, 1)
 newton_schulz_inverse(const float *__restrict__ w, float *__restrict__ x, float spd_lower_bound,
                       long long batch, long long iters) {
   DYNAMIC_SHARED(float, shared);
@@ -115,8 +115,7 @@ newton_schulz_inverse(const float *__restrict__ w, float *__restrict__ x, float 
 
   for (long long matrix = blockIdx.x; matrix < batch; matrix += gridDim.x) {
     const float *const w_in = w + matrix * (SIZE * SIZE);
-    __syncthreads();  // the previous matrix has been written out
-#pragma unroll 4
+#pragma unroll 2
     for (int i = threadIdx.x; i < PADDED; i += INVERSE_THREADS) {
       const int r = i / STRIDE, c = i % STRIDE;
       w_tile[i] = r < SIZE && c < SIZE ? w_in[r * SIZE + c] : 0.f;
@@ -187,7 +186,7 @@ newton_schulz_inverse(const float *__restrict__ w, float *__restrict__ x, float 
     }
 
     float *const x_out = x + matrix * (SIZE * SIZE);
-#pragma unroll 4
+#pragma unroll 1
     for (int i = threadIdx.x; i < SIZE * SIZE; i += INVERSE_THREADS)
       x_out[i] = x_tile[i / SIZE * STRIDE + i % SIZE];
   }

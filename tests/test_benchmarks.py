@@ -76,7 +76,7 @@ def test_peers_compute_what_the_op_computes(load) -> None:
     op_cases = load('op_cases')
     for case in tiny_cases(op_cases):
         if case.mode == 'forward' and case.op != 'nystrom_attention':
-            inputs = op_cases._inputs(case, CPU)
+            inputs = op_cases.inputs(case, CPU)
             expected, *others = [f(*inputs) for f in op_cases._contestants(case.op).values()]
             for other in others:
                 assert other.dtype == expected.dtype
@@ -91,7 +91,7 @@ def test_compiled_peer_has_one_variant_for_each_head_dim(load, monkeypatch) -> N
         graphs.append([x.shape for x in inputs if isinstance(x, torch.Tensor)])
         return graph
 
-    compiled = torch.compile(op_cases._broadcast, backend=backend, fullgraph=True)
+    compiled = torch.compile(op_cases.broadcast, backend=backend, fullgraph=True)
     monkeypatch.setattr(op_cases, '_compiled_broadcast', lambda: compiled)
     torch.compiler.reset()
     with op_cases.compile_settings():
@@ -127,7 +127,8 @@ def test_slow_functions_get_fewer_repeats_and_the_median_counts(load, monkeypatc
     # The last warm-up, then the three that fit least.
     durations = iter([60.0, 70.0, 10.0, 50.0])
     monkeypatch.setattr(timing, 'time_call', lambda function, device: next(durations))
-    assert timing.time_in_turn({'slow': lambda: None}, CPU)['slow'] == timing.Timing(50.0, 3, None)
+    slow = timing.time_in_turn({'slow': lambda: None}, CPU)['slow']
+    assert slow == timing.Timing(50.0, 10.0, 70.0, 3, None)
 
 
 def test_what_would_take_too_long_is_not_run(load, monkeypatch) -> None:
@@ -136,7 +137,7 @@ def test_what_would_take_too_long_is_not_run(load, monkeypatch) -> None:
 
     def pretend(contestants, device):
         called.append(set(contestants))
-        return {name: timing.Timing(100.0, 3, None) for name in contestants}
+        return {name: timing.Timing(100.0, 99.0, 101.0, 3, None) for name in contestants}
 
     monkeypatch.setattr(gpu_ops, 'time_in_turn', pretend)
     chosen = [op_cases.Case('nystrom_attention', 'forward', 1, n, 4, torch.float32, m=2)

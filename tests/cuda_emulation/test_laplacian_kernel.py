@@ -209,6 +209,17 @@ def test_b20_gradient_at_ties(emulator):
         torch.testing.assert_close(grad_k.flatten(), wanted_k, rtol=1e-6, atol=0)
 
 
+def test_b20_the_smallest_difference_is_no_tie(emulator):
+    """Any normal float32 counts, and the next smaller one does not."""
+    kernels = Kernels(emulator, d=1, m=2, scale=1.0)
+    smallest = torch.finfo(torch.float32).tiny
+    q, k = torch.tensor([[[smallest], [smallest / 2]]]), torch.zeros(1, 2, 1)
+    out = kernels.forward(q, k)
+    grad = torch.tensor([[[1., 2.], [1., 2.]]])
+    assert kernels.backward_q(q, k, out, grad).flatten().tolist() == [-3, 0]
+    assert kernels.backward_k(q, k, out, grad).flatten().tolist() == [1, 2]
+
+
 def test_b20_same_tensor_on_both_sides(kernels):
     x, _, grad = make_inputs(1, 49, 49, 32)
     out, grad_q, grad_k = run_all(kernels, (x, x, grad))

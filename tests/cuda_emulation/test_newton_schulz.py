@@ -145,14 +145,15 @@ def test_product(solver, m, term, transpose):
 
 
 @starts
-def test_start(solver, bound):
-    """Rows and columns of different weight: the two norms differ."""
+@pytest.mark.parametrize('scale', [1, 1e25])
+def test_start(solver, bound, scale):
+    """Rows and columns of different weight: the two norms differ. Their product may overflow."""
     generator = torch.Generator().manual_seed(0)
-    w = torch.randn(3, 70, 70, generator=generator) * torch.linspace(.1, 3, 70)
+    w = torch.randn(3, 70, 70, generator=generator) * torch.linspace(.1, 3, 70) * scale
     norm_inf, norm_1 = (w.abs().sum(dim).amax(-1)[:, None, None] for dim in (-1, -2))
     want = w.mT / norm_1 / norm_inf if bound is None else 2 / (norm_inf + bound) * torch.eye(70)
-    torch.testing.assert_close(solver.start(w, bound), want)
-    w = w[:, :20, :20].contiguous() + 4 * torch.eye(20)
+    torch.testing.assert_close(solver.start(w, bound), want, rtol=1e-5, atol=0)
+    w = (w[:, :20, :20] / scale + 4 * torch.eye(20)).contiguous()
     x = solver.inverse(w, 1, bound)  # one step shows the start
     start = solver.start(w, bound).double()
     torch.testing.assert_close(x.double(), start @ (2 * torch.eye(20) - w.double() @ start),
@@ -163,8 +164,8 @@ def test_same_bits_whatever_the_order_the_grid_and_the_alignment(solver):
     w = landmark_matrices(3, 49).float()
 
     def results(offset=0):
-        return [solver.inverse(w, 4, RIDGE, offset), solver.product(w, w, w, term=MATRIX,
-                                                                   offset=offset)]
+        return [solver.inverse(w, 4, RIDGE, offset), solver.start(w, RIDGE), solver.start(w, None),
+                solver.product(w, w, w, term=MATRIX, offset=offset)]
 
     want = results()
     for solver.seed, solver.grid, offset in ((5, None, 0), (6, 1, 0), (7, 100, 4)):

@@ -13,7 +13,7 @@ from ..precision import compute_dtype
 
 # Elements of a kernel matrix's tile: on a CPU it stays in the cache, on a GPU a tile is to fill
 # the device and large tiles mean few launches.
-_TILE_ELEMENTS = {'cpu': 2**19}
+_TILE_ELEMENTS = {'cpu': 2**21}
 _TILE_ELEMENTS_ELSEWHERE = 2**26
 _SHORTEST_TILE = 256
 

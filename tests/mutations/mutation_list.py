@@ -1,0 +1,329 @@
+"""The wrong variants, and who must catch each of them.
+
+`KINDS` are the mistakes of kernels and of their launches that are easily made and seldom seen: at
+least one of each, and a barrier of each kernel, runs in ``make test``, the rest in ``make soak``.
+"""
+
+from mutation_runner import Mutation
+
+KINDS = ('dropped barrier', 'missing tail check', 'off-by-one tile edge', '32-bit offset',
+         'default stream', 'no device guard', 'stale cache key', 'Python float passed raw')
+
+LAPLACIAN = 'cuda/laplacian_kernel.cu'
+SOLVER = 'cuda/newton_schulz.cu'
+COMMON = 'cuda/common.cuh'
+RUNTIME = 'mmlaplacian/ops/cupy_runtime.py'
+BACKEND = 'mmlaplacian/ops/backend.py'
+LAPLACIAN_LAUNCH = 'mmlaplacian/ops/laplacian_kernel/cupy_impl.py'
+LAPLACIAN_TILING = 'mmlaplacian/ops/laplacian_kernel/tiling.py'
+SOLVER_LAUNCH = 'mmlaplacian/ops/newton_schulz/cupy_impl.py'
+
+# How a test fails: a result differs, or a sanitizer of the emulation stops the kernel.
+WRONG = '^AssertionError: '
+OUTSIDE = r'^EmulationError: [\s\S]*AddressSanitizer'
+MISALIGNED = r'^EmulationError: [\s\S]*misaligned address'
+RAW_NUMBER = '^TypeError: a kernel argument must be a tensor or a ctypes scalar, got -?[0-9.]+ of'
+
+
+def laplacian(test: str) -> str:
+    return f'tests/cuda_emulation/test_laplacian_kernel.py::{test}'
+
+
+def size(n: int, m: int, d: int, dtype: str = 'float32', groups: int = 1) -> str:
+    return laplacian(f'test_against_the_reference[{n}-{m}-{d}-{dtype}-laplacian-{groups}]')
+
+
+def solver(test: str) -> str:
+    return f'tests/cuda_emulation/test_newton_schulz.py::{test}'
+
+
+def dispatch(test: str) -> str:
+    return f'tests/cuda_emulation/test_dispatch.py::{test}'
+
+
+def runtime(test: str) -> str:
+    return f'tests/ops/test_cupy_runtime.py::{test}'
+
+
+def backend(test: str) -> str:
+    return f'tests/ops/test_backend.py::{test}'
+
+
+ONE = size(1, 1, 1, groups=3)
+FULL = size(64, 48, 32, groups=3)
+SAME_BITS = 'test_same_bits_whatever_the_order_the_grid_and_the_alignment'
+CHUNKS = laplacian('test_chunks_of_the_key_gradient')
+FLAT = laplacian('test_flat_image_has_exactly_no_gradient')
+# More than 2^31 elements in K; more than 2^32 in q and 2^31 in the partial sums.
+FAR_K, FAR_Q = (laplacian(f'test_b45_offsets_beyond_32_bits[{size}]')
+                for size in ('33554560-64-4', '16777344-64-256'))
+FAR_MATRICES = solver('test_b45_offsets_beyond_32_bits')
+ASYMMETRIC = dispatch('test_solver_through_the_kernels[two-norm-91-forward1]')
+START = solver('test_start[1-two-norm]')
+PRODUCT = solver('test_product[(False, False)-0-31]')
+FORCED_PRODUCTS = dispatch('test_solver_through_the_kernels[spd-91-forward1]')
+LAUNCH = runtime('test_b04_b22_launch_on_torchs_stream_and_device')
+LAUNCHES = runtime('test_b04_b16_b22_b45_launches_for_sizes_that_cannot_be_allocated_here'
+                   '[1-1065024-49-32]')
+COMPILED_ONCE = runtime('test_compiled_once_for_each_device_and_macro_set')
+
+BARRIER = '__syncthreads();'
+# Every barrier of a file in the order of the text: its kernel and place, the test that misses it,
+# and soak. No test can miss one that is not needed.
+BARRIERS = {
+    LAPLACIAN: (
+        ('forward', 'before a chunk is loaded', size(64, 200, 33), True),
+        ('forward', 'after it', FULL, False),
+        ('backward_q', 'before landmarks are loaded', size(65, 50, 31, 'bfloat16', 2), True),
+        ('backward_q', 'after it', FULL, False),
+        ('backward_k', 'before queries are loaded', CHUNKS, True),
+        ('backward_k', 'after it', ONE, False),
+        ('backward_k', 'before a slice is handed over', FULL, True),
+        ('backward_k', 'after a slice is handed over', FULL, True),
+        ('reduce_k', 'before the sums are stored', laplacian(SAME_BITS), True),
+        ('reduce_k', 'after it', ONE, False)),
+    SOLVER: (
+        ('inverse', 'after a matrix is loaded', START, True),
+        ('inverse', 'after the norms are stored', START, True),
+        ('inverse', 'before their memory is used again', START, True),
+        ('inverse', 'after the start', START, True),
+        ('inverse', 'after the residual', solver(SAME_BITS), False),
+        ('inverse', 'before X is written', solver('test_start[1-spd]'), True),
+        ('inverse', 'after X is written', solver('test_inverse[5-two-norm]'), True),
+        ('start', 'before the maxima are stored', START, True),
+        ('start', 'after it', solver('test_start[1-spd]'), False),
+        ('product', 'before tiles are loaded', solver('test_product[(False, False)-0-68]'), True),
+        ('product', 'after it', PRODUCT, False)),
+}
+
+MUTATIONS = [
+    *(Mutation('dropped barrier', f'{kernel}, {place}', file, BARRIER, '', test, WRONG, index,
+               soak=soak)
+      for file, barriers in BARRIERS.items()
+      for index, (kernel, place, test, soak) in enumerate(barriers)),
+
+    Mutation('missing tail check', 'forward, queries', LAPLACIAN,
+             'if (query < queries && landmark < landmarks)', 'if (landmark < landmarks)',
+             ONE, OUTSIDE, soak=False),
+    Mutation('missing tail check', 'forward, landmarks', LAPLACIAN,
+             'if (query < queries && landmark < landmarks)', 'if (query < queries)',
+             ONE, OUTSIDE),
+    Mutation('missing tail check', 'backward_q, queries', LAPLACIAN,
+             'if (row + i < queries)', 'if (true)', ONE, OUTSIDE),
+    Mutation('missing tail check', 'weights, landmarks', LAPLACIAN,
+             'landmark < landmark_count && query < query_count', 'query < query_count',
+             ONE, OUTSIDE),
+    Mutation('missing tail check', 'weights, queries', LAPLACIAN,
+             'landmark < landmark_count && query < query_count', 'landmark < landmark_count',
+             ONE, OUTSIDE),
+    Mutation('missing tail check', 'backward_k, landmarks', LAPLACIAN,
+             'if (landmark >= landmarks) continue;', '', ONE, OUTSIDE),
+    Mutation('missing tail check', 'backward_k, channels', LAPLACIAN,
+             'if (first_channel + channel + c < HEAD_DIM)', 'if (true)', ONE, OUTSIDE),
+    Mutation('missing tail check', 'reduce_k, elements', LAPLACIAN,
+             'if (row == 0 && element < elements)', 'if (row == 0)', ONE, OUTSIDE),
+    Mutation('missing tail check', 'rows of a tile', LAPLACIAN,
+             'if (!present) return result;', '', ONE, OUTSIDE),
+    Mutation('missing tail check', 'channels that are read', LAPLACIAN,
+             'if (channel + 3 < HEAD_DIM) result.w', 'result.w', ONE, OUTSIDE),
+    Mutation('missing tail check', 'channels that are written', LAPLACIAN,
+             'if (channel + 3 < HEAD_DIM) row', 'row', ONE, OUTSIDE),
+    Mutation('missing tail check', 'inverse, rows and columns', SOLVER,
+             'w_tile[i] = r < SIZE && c < SIZE ? w_in[r * SIZE + c] : 0.f;',
+             'w_tile[i] = w_in[r * SIZE + c];', solver('test_inverse[5-spd]'), OUTSIDE),
+    Mutation('missing tail check', 'product, rows', SOLVER, 'if (r >= m) continue;', '',
+             PRODUCT, OUTSIDE, soak=False),
+    Mutation('missing tail check', 'product, columns', SOLVER, 'if (s >= m) continue;', '',
+             PRODUCT, OUTSIDE),
+
+    Mutation('off-by-one tile edge', 'a row too many', LAPLACIAN,
+             'channel, row < row_count,', 'channel, row <= row_count,', ONE, OUTSIDE, soak=False),
+    Mutation('off-by-one tile edge', 'forward, a query too many', LAPLACIAN,
+             'if (query < queries &&', 'if (query <= queries &&', ONE, OUTSIDE),
+    Mutation('off-by-one tile edge', 'forward, a landmark too few', LAPLACIAN,
+             '&& landmark < landmarks)', '&& landmark < landmarks - 1)', ONE, WRONG),
+    Mutation('off-by-one tile edge', 'backward_q, a landmark too few', LAPLACIAN,
+             'j < landmarks; ++j', 'j < landmarks - 1; ++j', ONE, WRONG),
+    Mutation('off-by-one tile edge', 'backward_k, a query too few', LAPLACIAN,
+             'at_most(n_end - n_first, LANDMARK_N_TILE)',
+             'at_most(n_end - n_first, LANDMARK_N_TILE - 1)', FULL, WRONG),
+    Mutation('off-by-one tile edge', 'a tile too few', COMMON,
+             'return (a + b - 1) / b;', 'return a / b;', ONE, WRONG),
+    Mutation('off-by-one tile edge', 'inverse, a row too few', SOLVER,
+             'w_tile[i] = r < SIZE &&', 'w_tile[i] = r < SIZE - 1 &&',
+             solver('test_inverse[5-spd]'), WRONG, soak=False),
+    Mutation('off-by-one tile edge', 'product, an element past the line', SOLVER,
+             'if (left > 3) quad.w', 'if (left > 2) quad.w', PRODUCT, OUTSIDE),
+
+    Mutation('32-bit offset', 'forward, q', LAPLACIAN,
+             'q + (group * n + n_first) * HEAD_DIM',
+             'q + (unsigned)((group * n + n_first) * HEAD_DIM)', FAR_Q, WRONG, soak=False),
+    Mutation('32-bit offset', 'forward, K', LAPLACIAN,
+             'kernel + (group * n + n_first + query) * m + m_first',
+             'kernel + (int)((group * n + n_first + query) * m) + m_first', FAR_K, OUTSIDE),
+    Mutation('32-bit offset', 'backward_q, its result', LAPLACIAN,
+             'grad_q + (first_row + row + i) * HEAD_DIM',
+             'grad_q + (unsigned)((first_row + row + i) * HEAD_DIM)', FAR_Q, WRONG),
+    Mutation('32-bit offset', 'backward_k, partial sums', LAPLACIAN,
+             'partial + ((group * n_chunks + n_chunk) * m + m_first + landmark) * HEAD_DIM',
+             'partial + (int)(((group * n_chunks + n_chunk) * m + m_first + landmark) * HEAD_DIM)',
+             FAR_Q, OUTSIDE),
+    Mutation('32-bit offset', 'inverse, W', SOLVER, 'w + matrix * (SIZE * SIZE)',
+             'w + (unsigned)(matrix * (SIZE * SIZE))', FAR_MATRICES, WRONG),
+    Mutation('32-bit offset', 'start, X', SOLVER, 'x + matrix * m * m',
+             'x + (unsigned)(matrix * m * m)', FAR_MATRICES, WRONG),
+    Mutation('32-bit offset', 'product, all matrices', SOLVER, 'const long long offset =',
+             'const unsigned offset =', FAR_MATRICES, WRONG, soak=False),
+    Mutation('32-bit offset', 'sizes of a launch', LAPLACIAN_LAUNCH,
+             'from ctypes import c_float, c_longlong',
+             'from ctypes import c_float, c_int as c_longlong', LAUNCHES, WRONG),
+
+    Mutation('default stream', 'of a launch', RUNTIME,
+             '_Stream(torch.cuda.current_stream(device).cuda_stream)', '_Stream(0)',
+             LAUNCH, WRONG, soak=False),
+    Mutation('default stream', "another device's", RUNTIME, 'torch.cuda.current_stream(device)',
+             "torch.cuda.current_stream(torch.device('cuda', 0))", LAUNCH, WRONG),
+
+    Mutation('no device guard', 'around a launch', RUNTIME, 'with torch.cuda.device(device):',
+             'if True:', LAUNCH, WRONG, soak=False),
+    Mutation('no device guard', 'after an error', RUNTIME, 'with torch.cuda.device(device):',
+             'guard = torch.cuda.device(device)\n    guard.__enter__()\n    if True:',
+             runtime('test_b22_device_is_restored_after_a_failed_launch'), WRONG),
+
+    Mutation('stale cache key', 'without the device', RUNTIME,
+             '_compiled(kernel, torch.cuda.current_device())', '_compiled(kernel, 0)',
+             COMPILED_ONCE, WRONG, soak=False),
+    Mutation('stale cache key', 'without the macros', RUNTIME,
+             'tuple[tuple[str, int], ...]\n',
+             "tuple[tuple[str, int], ...] = __import__('dataclasses').field(compare=False)\n",
+             COMPILED_ONCE, WRONG, soak=False),
+    Mutation('stale cache key', 'without the function', RUNTIME, 'function: str',
+             "function: str = __import__('dataclasses').field(compare=False)", LAUNCHES, WRONG),
+    Mutation('stale cache key', 'nothing is kept', RUNTIME, '@cache\ndef _compiled',
+             "@__import__('functools').lru_cache(maxsize=0)\ndef _compiled", COMPILED_ONCE, WRONG),
+    Mutation('stale cache key', 'no error is kept', RUNTIME, '@cache\ndef _compiled',
+             "@__import__('functools').lru_cache(maxsize=0)\ndef _compiled",
+             runtime('test_b25_failed_compilation_names_the_fix_and_is_not_tried_again'), WRONG),
+
+    Mutation('Python float passed raw', 'by the op', LAPLACIAN_LAUNCH,
+             'c_float(max(scale, -torch.finfo(torch.float32).max))',
+             'max(scale, -torch.finfo(torch.float32).max)', LAUNCHES, RAW_NUMBER, soak=False),
+    Mutation('Python float passed raw', 'by the runtime', RUNTIME,
+             "else:\n            raise TypeError('a kernel argument",
+             "else:\n            values.append(argument)\n"
+             "        if False:\n            raise TypeError('a kernel argument",
+             runtime('test_b18_raw_numbers_are_refused[4.0]'), '^Failed: DID NOT RAISE',
+             soak=False),
+    Mutation('Python float passed raw', 'as a double', LAPLACIAN_LAUNCH,
+             'from ctypes import c_float,', 'from ctypes import c_double as c_float,',
+             LAUNCHES, WRONG),
+    Mutation('Python float passed raw', 'by the solver', SOLVER_LAUNCH, 'c_float(scale)', 'scale',
+             runtime('test_b16_b22_b45_solver_launches_for_sizes_that_cannot_be_allocated_here'
+                     '[70000-49]'), RAW_NUMBER),
+
+    # A stride so large that a block takes its first tile alone.
+    *(Mutation('grid not stepped over', kernel, LAPLACIAN, 'tile += gridDim.x)',
+               'tile += 1ll << 40)', laplacian(SAME_BITS), WRONG, index)
+      for index, kernel in enumerate(('forward', 'backward_q', 'backward_k', 'reduce_k'))),
+    Mutation('grid not stepped over', 'inverse', SOLVER, 'matrix += gridDim.x)',
+             'matrix += 1ll << 40)', solver(SAME_BITS), WRONG, 0),
+    Mutation('grid not stepped over', 'start', SOLVER, 'matrix += gridDim.x)',
+             'matrix += 1ll << 40)', solver(SAME_BITS), WRONG, 1),
+    Mutation('grid not stepped over', 'product', SOLVER, 'tile += gridDim.x)',
+             'tile += 1ll << 40)', solver(SAME_BITS), WRONG),
+
+    Mutation('grid', 'above the limit', RUNTIME, 'min(max(blocks, 1), _MAX_BLOCKS)',
+             'max(blocks, 1)', runtime('test_b16_grid_keeps_its_limits[1099511627776-2147483647]'),
+             WRONG),
+    Mutation('grid', 'empty', RUNTIME, 'min(max(blocks, 1), _MAX_BLOCKS)',
+             'min(blocks, _MAX_BLOCKS)', runtime('test_b16_grid_keeps_its_limits[0-1]'), WRONG),
+    Mutation('grid', 'without the last chunk of queries', LAPLACIAN_TILING,
+             'ceil_div(self.n, self.rows_per_chunk)', 'self.n // self.rows_per_chunk',
+             dispatch('test_b16_launch_plans_of_sizes_that_cannot_be_allocated_here'
+                      '[(1, 1065024, 49, 32)]'), WRONG),
+
+    Mutation('alignment not checked', 'loads', LAPLACIAN, 'if (HEAD_DIM % 4 == 0 && vectors) {',
+             'if (HEAD_DIM % 4 == 0) {', laplacian(SAME_BITS), MISALIGNED, 0),
+    Mutation('alignment not checked', 'stores', LAPLACIAN, 'if (HEAD_DIM % 4 == 0 && vectors) {',
+             'if (HEAD_DIM % 4 == 0) {', laplacian(SAME_BITS), MISALIGNED, 1),
+    Mutation('alignment not checked', 'of matrices', SOLVER, 'vectors = m % 4 == 0 &&',
+             'vectors = m % 4 == 0 ||', solver(SAME_BITS), MISALIGNED),
+    Mutation('alignment not checked', 'of the lines of a matrix', SOLVER,
+             'vectors = m % 4 == 0 &&', 'vectors =', PRODUCT, MISALIGNED),
+
+    Mutation('left out', 'last chunk of channels', LAPLACIAN, 'chunk < CHUNKS; ++chunk',
+             'chunk < CHUNKS - (CHUNKS > 1); ++chunk', size(64, 200, 33), WRONG),
+    Mutation('left out', 'last landmarks of a tile', LAPLACIAN,
+             '(M_TILE + LANDMARK_OUTPUTS - 1) / LANDMARK_OUTPUTS', 'M_TILE / LANDMARK_OUTPUTS',
+             FLAT, WRONG),
+    Mutation('left out', 'last slice of queries', LAPLACIAN, 'source < SLICES;',
+             'source < SLICES - 1;', FULL, WRONG),
+    Mutation('left out', 'last row of partial sums', LAPLACIAN, 'i < REDUCE_ROWS; ++i',
+             'i < REDUCE_ROWS - 1; ++i', CHUNKS, WRONG),
+    Mutation('left out', 'last quad of a product', SOLVER, 'k < inner; k += 4',
+             'k < inner - 4; k += 4', solver('test_product[(False, False)-0-64]'), WRONG),
+    Mutation('left out', 'zeros of the padding', SOLVER, 'residual[i] = 0.f;', '',
+             solver(SAME_BITS), WRONG),
+    Mutation('left out', "the device's shared memory", SOLVER_LAUNCH,
+             'self.tiling.shared_bytes <= cupy_runtime.shared_memory_limit(self.device)', 'True',
+             FORCED_PRODUCTS, WRONG),
+    Mutation('left out', 'opting into shared memory', RUNTIME,
+             'compiled.max_dynamic_shared_size_bytes = shared_bytes', 'pass',
+             runtime('test_large_shared_memory_is_opted_into_once'), WRONG),
+    Mutation('left out', 'a step', SOLVER_LAUNCH, 'in range(solver_iters)',
+             'in range(solver_iters - 1)', FORCED_PRODUCTS, WRONG),
+    Mutation('left out', 'the bound of the start', SOLVER, 'norm_inf + spd_lower_bound',
+             'norm_inf', solver('test_inverse[5-spd]'), WRONG),
+
+    Mutation('ties', 'small differences', LAPLACIAN, 'STEEP = 1.7014118346046923e38f',
+             'STEEP = 1e30f', laplacian('test_b20_the_smallest_difference_is_no_tie'), WRONG),
+    Mutation('ties', 'with a sign', LAPLACIAN, 'fma_saturate(difference, STEEP, 0.5f)',
+             'fma_saturate(difference, STEEP, 1.f)', laplacian('test_b20_gradient_at_ties'),
+             WRONG),
+    Mutation('ties', 'sums that differ in their last bit', LAPLACIAN,
+             'gradient[j][c] -= weight_sum[j];',
+             'gradient[j][c] = gradient[j][c] * 1.000001f - weight_sum[j];', FLAT, WRONG),
+    Mutation('ties', 'times infinity', LAPLACIAN_LAUNCH,
+             'max(scale, -torch.finfo(torch.float32).max)', 'scale',
+             dispatch('test_smallest_scale_keeps_ties'), WRONG),
+
+    Mutation('formula', "the Gaussian's factor of two", LAPLACIAN_LAUNCH,
+             "(2 if kernel == 'gaussian' else 1)", '1',
+             dispatch('test_op_through_the_kernels[(1, 1, 1, 1, 32)-torch.float32-gaussian]'),
+             WRONG),
+    Mutation('formula', 'sign of the key gradient', LAPLACIAN, '-WEIGHT_FACTOR * gradient_scale',
+             'WEIGHT_FACTOR * gradient_scale', ONE, WRONG),
+    Mutation('formula', 'bfloat16 cut off, not rounded', COMMON,
+             '((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)', '(bits >> 16)',
+             size(200, 49, 32, 'bfloat16'), WRONG),
+    Mutation('formula', 'start not transposed', SOLVER, 'w[column * stride + row]',
+             'w[row * stride + column]', START, WRONG),
+    Mutation('formula', 'one norm for both', SOLVER, 'make_float2(1.f / norm_1,',
+             'make_float2(1.f / norm_inf,', START, WRONG),
+
+    Mutation('formula', 'start without the bound', SOLVER, '2.f / (norm_inf + spd_lower_bound)',
+             '2.f / norm_inf', solver('test_start[1-spd]'), WRONG),
+    Mutation('formula', 'product of the norms', SOLVER, '* factors.x * factors.y',
+             '* (factors.x * factors.y)', solver('test_start[1e+25-two-norm]'), WRONG),
+    Mutation('formula', 'X W for W X', SOLVER_LAUNCH, 'product(w, x, residual',
+             'product(x, w, residual', ASYMMETRIC, WRONG),
+    Mutation('formula', 'residual times X', SOLVER_LAUNCH, 'product(x, residual, other',
+             'product(residual, x, other', ASYMMETRIC, WRONG),
+    Mutation('formula', 'product written into its factor', SOLVER_LAUNCH,
+             'product(x, residual, other', 'product(x, residual, x', ASYMMETRIC, WRONG),
+    Mutation('formula', 'gradient, left factor not transposed', SOLVER_LAUNCH,
+             'transpose_a=True', 'transpose_a=False', ASYMMETRIC, WRONG),
+    Mutation('formula', 'gradient, right factor not transposed', SOLVER_LAUNCH,
+             'transpose_b=True', 'transpose_b=False', ASYMMETRIC, WRONG),
+
+    Mutation('choice', 'a forced backend gives way', BACKEND, "if backend != 'auto':", 'if False:',
+             backend('test_forced_backends_insist'), '^Failed: DID NOT RAISE'),
+    Mutation('choice', 'the reason at every call', BACKEND, '_warned.add((op, str(error)))',
+             'pass', backend('test_auto_says_once_why_a_cuda_tensor_did_not_take_them'),
+             '^UserWarning: op runs in plain torch'),
+    Mutation('choice', 'no reason', BACKEND, 'if tensor.is_cuda and', 'if False and',
+             backend('test_auto_says_once_why_a_cuda_tensor_did_not_take_them'),
+             '^Failed: DID NOT WARN'),
+    Mutation('choice', "CuPy's own error lost", RUNTIME, 'from cupy\n', 'from None\n',
+             runtime('test_b23_cupy_that_does_not_import_shows_its_own_error[missing]'), WRONG),
+]
