@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -80,7 +80,7 @@ def growth(name: str) -> int:
     return 2 if name == SDPA else 1
 
 
-def _broadcast(q: Tensor, k: Tensor) -> Tensor:
+def broadcast(q: Tensor, k: Tensor) -> Tensor:
     """The kernel matrix as one writes it down; float32 inside, like the op."""
     difference = q.float()[..., :, None, :] - k.float()[..., None, :, :]
     return (difference.abs().sum(-1) / -KERNEL_SCALE).exp().to(q.dtype)
@@ -96,39 +96,45 @@ def compile_settings() -> AbstractContextManager[None]:
 
 @cache
 def _compiled_broadcast() -> Callable[[Tensor, Tensor], Tensor]:
-    return torch.compile(_broadcast, fullgraph=True)
+    return torch.compile(broadcast, fullgraph=True)
 
 
-def _run_compiled_broadcast(q: Tensor, k: Tensor) -> Tensor:
+def run_compiled_broadcast(q: Tensor, k: Tensor) -> Tensor:
+    """The broadcast through torch.compile."""
     torch._dynamo.maybe_mark_dynamic(q, (0, 2))
     torch._dynamo.maybe_mark_dynamic(k, 0)
     return _compiled_broadcast()(q, k)
 
 
-def _cdist(q: Tensor, k: Tensor) -> Tensor:
+def cdist(q: Tensor, k: Tensor) -> Tensor:
     """torch.cdist takes no half precision on CUDA."""
     return (torch.cdist(q.float(), k.float(), p=1.0) / -KERNEL_SCALE).exp().to(q.dtype)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
+    """The op with the defaults of the model."""
     return nystrom_attention(q, k, v, landmarks, KERNEL_SCALE, RIDGE)
 
 
-def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
+    """Over all N x N pairs; the landmarks are not used."""
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def _differentiated(function: Callable[..., Tensor], tensors: tuple[Tensor, ...],
-                    weight: Tensor) -> None:
+def differentiated(function: Callable[..., Tensor], tensors: tuple[Tensor, ...],
+                   weight: Tensor) -> None:
+    """Forward and backward."""
     torch.autograd.grad(function(*tensors), tensors, weight, allow_unused=True)
 
 
 @torch.no_grad()
-def _without_gradients(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> None:
+def without_gradients(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> None:
+    """Forward."""
     function(*tensors)
 
 
-def _inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:
+def inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:
+    """Arguments of a case's op with B = groups and h = 1, the same at every call."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -136,7 +142,7 @@ def _inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:
 
     if case.op == 'newton_schulz_inverse':
         x = normal(case.groups, case.m, 32)
-        w = _cdist(x, x) + RIDGE * torch.eye(case.m, device=device)
+        w = cdist(x, x) + RIDGE * torch.eye(case.m, device=device)
         return (w.to(case.dtype), )
     q = normal(case.groups, 1, case.n, case.d).to(case.dtype)
     landmarks = normal(case.groups, 1, case.m, case.d).to(case.dtype)
@@ -149,23 +155,27 @@ def _inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:
 def _contestants(op: str) -> dict[str, Callable[..., Tensor]]:
     """The op first, then its peers."""
     if op == 'laplacian_kernel':
-        return {OWN: lambda q, k: laplacian_kernel(q, k, KERNEL_SCALE), CDIST: _cdist,
-                BROADCAST: _run_compiled_broadcast}
+        return {OWN: lambda q, k: laplacian_kernel(q, k, KERNEL_SCALE), CDIST: cdist,
+                BROADCAST: run_compiled_broadcast}
     if op == 'newton_schulz_inverse':
         return {OWN: lambda w: newton_schulz_inverse(w, spd_lower_bound=RIDGE),
                 INVERSE: torch.linalg.inv}
-    return {OWN: _attention, SDPA: _softmax_attention}
+    return {OWN: attention, SDPA: softmax_attention}
+
+
+def bind(case: Case, contestants: Mapping[str, Callable[..., Tensor]],
+         tensors: tuple[Tensor, ...]) -> dict[str, Callable[[], None]]:
+    """Calls without arguments, in the mode of a case; all share the tensors."""
+    if case.mode == 'forward':
+        return {name: partial(without_gradients, function, tensors)
+                for name, function in contestants.items()}
+    tensors = tuple(x.requires_grad_() for x in tensors)
+    last = case.m if case.op == 'laplacian_kernel' else tensors[0].shape[-1]
+    weight = tensors[0].new_ones(*tensors[0].shape[:-1], last)
+    return {name: partial(differentiated, function, tensors, weight)
+            for name, function in contestants.items()}
 
 
 def functions(case: Case, device: torch.device) -> dict[str, Callable[[], None]]:
     """What to time for a case, by the contestant's name; all share one set of inputs."""
-    tensors = _inputs(case, device)
-    contestants = _contestants(case.op)
-    if case.mode == 'forward':
-        return {name: partial(_without_gradients, function, tensors)
-                for name, function in contestants.items()}
-    tensors = tuple(x.requires_grad_() for x in tensors)
-    last = case.m if case.op == 'laplacian_kernel' else tensors[0].shape[-1]
-    weight = torch.ones(*tensors[0].shape[:-1], last, dtype=case.dtype, device=device)
-    return {name: partial(_differentiated, function, tensors, weight)
-            for name, function in contestants.items()}
+    return bind(case, _contestants(case.op), inputs(case, device))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -43,13 +44,23 @@ def _output(*command: str, cwd: Path) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
+def processor() -> str:
+    """The processor's name."""
+    names = Path('/proc/cpuinfo')
+    lines = names.read_text(encoding='utf-8').splitlines() if names.exists() else []
+    return next((line.partition(':')[2].strip() for line in lines
+                 if line.startswith('model name')), platform.machine())
+
+
 def environment(device: torch.device, root: Path) -> dict[str, object]:
-    """Device, date, commit and versions."""
+    """Processor, threads, device, date, commit and versions."""
     on_gpu = device.type == 'cuda'
     commit = _output('git', 'rev-parse', 'HEAD', cwd=root)
     if commit and _output('git', 'status', '--porcelain', '--untracked-files=no', cwd=root):
         commit += ', modified'
     return {
+        'processor': processor(),
+        'threads': torch.get_num_threads(),
         'device': torch.cuda.get_device_name(device) if on_gpu else 'CPU',
         'date': datetime.now(timezone.utc).isoformat(timespec='seconds'),
         'commit': commit,
@@ -62,8 +73,9 @@ def environment(device: torch.device, root: Path) -> dict[str, object]:
     }
 
 
-def row(case: Case, outcomes: Mapping[str, Outcome], floor: float | None) -> dict[str, object]:
-    """One case as it goes into the JSON file.
+def row(case: Case, outcomes: Mapping[str, Outcome], floor: float | None,
+        errors: Mapping[str, float] | None = None) -> dict[str, object]:
+    """One case as it goes into the JSON file, ``errors`` beside the outcomes where measured.
 
     ``speedup`` is a peer's median over the op's own. ``elements_per_s`` and ``share_of_floor``
     are given for the forward pass of the kernel, the one that the floor is made for.
@@ -72,6 +84,8 @@ def row(case: Case, outcomes: Mapping[str, Outcome], floor: float | None) -> dic
     result: dict[str, object] = {
         **asdict(case), 'dtype': str(case.dtype).removeprefix('torch.'),
         'outcomes': {name: asdict(outcome) for name, outcome in outcomes.items()}}
+    if errors is not None:
+        result['errors'] = dict(errors)
     if isinstance(own, Timing):
         result['speedup'] = {
             name: outcome.milliseconds / own.milliseconds for name, outcome in outcomes.items()
@@ -92,7 +106,9 @@ def _three_digits(value: float) -> str:
     return f'{value:.0f}' if value >= 1000 else f'{value:.3g}'
 
 
-def _cell(outcome: Mapping[str, object] | None, ratio: float | None) -> str:
+def cell(outcome: Mapping[str, object] | None, ratio: float | None,
+         error: float | None = None) -> str:
+    """A median, with what is known beside it: memory, times the op's own, error."""
     if outcome is None:
         return ''
     if 'reason' in outcome:
@@ -100,26 +116,40 @@ def _cell(outcome: Mapping[str, object] | None, ratio: float | None) -> str:
     text = f'{_three_digits(outcome["milliseconds"])} ms'
     if outcome['peak_bytes'] is not None:
         text += f', {_three_digits(outcome["peak_bytes"] / 2**20)} MiB'
-    return text + (f' ({_three_digits(ratio)}x)' if ratio is not None else '')
+    text += f' ({_three_digits(ratio)}x)' if ratio is not None else ''
+    return text + (f', {error:.0e}' if error is not None else '')
 
 
-def _table(rows: Sequence[Mapping[str, object]]) -> list[str]:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a markdown table."""
+    return ['| ' + ' | '.join(cells) + ' |' for cells in
+            (header, ['---'] * len(header), *rows)]
+
+
+def op_table(rows: Sequence[Mapping[str, object]]) -> list[str]:
     """All rows of one op."""
     names = list(dict.fromkeys(name for row in rows for name in row['outcomes']))
     with_rate = any('elements_per_s' in row for row in rows)
     header = ['B·h', 'N', 'M', 'd', 'dtype', 'pass', *names]
     header += ['elements/s (of the floor)'] if with_rate else []
-    lines = ['| ' + ' | '.join(header) + ' |', '|' + ' --- |' * len(header)]
+    lines = []
     for row in rows:
         cells = [str(row[key] or '') for key in ('groups', 'n', 'm', 'd', 'dtype', 'mode')]
-        ratios = row.get('speedup', {})
-        cells += [_cell(row['outcomes'].get(name), ratios.get(name)) for name in names]
+        ratios, errors = row.get('speedup', {}), row.get('errors', {})
+        cells += [cell(row['outcomes'].get(name), ratios.get(name), errors.get(name))
+                  for name in names]
         if with_rate:
             rate, share = row.get('elements_per_s'), row.get('share_of_floor')
             cells.append(('' if rate is None else f'{rate:.3g}')
                          + ('' if share is None else f' ({share:.0%})'))
-        lines.append('| ' + ' | '.join(cells) + ' |')
-    return lines
+        lines.append(cells)
+    return table(header, lines)
+
+
+def place(where: Mapping[str, object]) -> str:
+    """The line above a CPU's tables."""
+    return (f'{where["processor"]}, threads: {where["threads"]}, {where["date"]}, commit '
+            f'{where["commit"] or "unknown"}, torch {where["torch"]}.')
 
 
 def markdown(record: Mapping[str, object]) -> str:
@@ -136,5 +166,5 @@ def markdown(record: Mapping[str, object]) -> str:
         lines.append(f'The floor of two float32 additions an element is {floor:.3g} elements/s.')
     for op in dict.fromkeys(row['op'] for row in record['rows']):
         rows = [row for row in record['rows'] if row['op'] == op]
-        lines += ['', f'### {op}', '', *_table(rows)]
+        lines += ['', f'### {op}', '', *op_table(rows)]
     return '\n'.join(lines) + '\n'

@@ -19,11 +19,15 @@ class Timing:
 
     Args:
         milliseconds: Median over the repeats.
+        fastest: Milliseconds of the fastest call.
+        slowest: Of the slowest.
         repeats: How many calls were timed.
         peak_bytes: Most memory held during a call beside what was held before; None on the CPU.
     """
 
     milliseconds: float
+    fastest: float
+    slowest: float
     repeats: int
     peak_bytes: int | None
 
@@ -73,14 +77,16 @@ def _failure(error: RuntimeError) -> NotTimed:
 
 
 def time_in_turn(functions: Mapping[str, Callable[[], object]], device: torch.device,
-                 seconds_each: float = 0.1, most_repeats: int = 20) -> dict[str, Outcome]:
+                 seconds_each: float = 0.1, most_repeats: int = 20,
+                 least_repeats: int = LEAST_REPEATS) -> dict[str, Outcome]:
     """Times every function, one call of each in turn.
 
     Args:
         functions: What to time, by name. What they return is dropped.
         device: Where they run.
-        seconds_each: Time to spend on one function; slow ones get fewer repeats, at least 3.
+        seconds_each: Time to spend on one function; slow ones get fewer repeats.
         most_repeats: Repeats of a fast one.
+        least_repeats: Repeats of a slow one. Default 3.
 
     Returns:
         By the same names: a :class:`Timing`, or :class:`NotTimed` where the first call failed.
@@ -96,12 +102,12 @@ def time_in_turn(functions: Mapping[str, Callable[[], object]], device: torch.de
             torch.cuda.empty_cache()
             continue
         fitting = int(seconds_each * 1e3 / max(milliseconds, 1e-6))
-        repeats[name] = min(max(fitting, LEAST_REPEATS), most_repeats)
+        repeats[name] = min(max(fitting, least_repeats), most_repeats)
     samples: dict[str, list[float]] = {name: [] for name in repeats}
     for turn in range(max(repeats.values(), default=0)):
         for name in repeats:
             if turn < repeats[name]:
                 samples[name].append(time_call(functions[name], device))
     for name, taken in samples.items():
-        outcomes[name] = Timing(median(taken), len(taken), peaks[name])
+        outcomes[name] = Timing(median(taken), min(taken), max(taken), len(taken), peaks[name])
     return {name: outcomes[name] for name in functions}
