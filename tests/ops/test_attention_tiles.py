@@ -103,7 +103,7 @@ def test_flops(normalize):
         2 * (distance + groups * (products + 2 * steps * M**3))
     with FlopCounterMode(display=False) as counter:
         out.sum().backward()
-    products = {'whiten': 7 * square + 5 * context, 'row': 3 * square + 5 * context,
+    products = {'whiten': 6 * square + 4 * context, 'row': 3 * square + 5 * context,
                 'none': 3 * square + 4 * context}[normalize]
     assert counter.get_total_flops() == 2 * groups * (2 * N * M * D) + 6 * distance \
         + 2 * groups * (products + 2 * M**3)

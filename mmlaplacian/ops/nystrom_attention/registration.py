@@ -89,7 +89,7 @@ def _products(n: int, m: int, d_v: int, normalize: str) -> tuple[int, int]:
     """Multiply-adds of one group's products with N rows, in the forward and the backward."""
     square, context = n * m * m, n * m * d_v
     if normalize == 'whiten':
-        return 3 * square + 2 * context, 7 * square + 5 * context
+        return 3 * square + 2 * context, 6 * square + 4 * context
     return square + 2 * context, 3 * square + (5 if normalize == 'row' else 4) * context
 
 

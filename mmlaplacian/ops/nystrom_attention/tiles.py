@@ -11,8 +11,8 @@ from torch import Tensor
 from ..laplacian_kernel.registration import implementation
 from ..precision import compute_dtype
 
-# Elements of a kernel matrix's tile: on a CPU it stays in the cache, on a GPU a tile is to fill
-# the device and large tiles mean few launches.
+# Elements of a kernel matrix's tile: enough that the calls for a tile cost little beside its work
+# (measured on a CPU; on a GPU a tile should fill the device), and 8 MB or 256 MB at a time.
 _TILE_ELEMENTS = {'cpu': 2**21}
 _TILE_ELEMENTS_ELSEWHERE = 2**26
 _SHORTEST_TILE = 256

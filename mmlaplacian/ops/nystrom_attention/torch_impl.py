@@ -38,9 +38,10 @@ def nystrom_attention(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor, kernel
     out = v.new_empty(v.shape)
     states = []
     for images, groups in _slices(q, landmarks):
-        queries, keys = (KernelTiles(x[images], marks[groups], kernel_scale, kernel)
-                         for x in (q, k))
-        states.append(MAPS[normalize].forward(queries, keys, v[images], p[groups], whiten_eps,
+        q_part, k_part, v_part = (x[images].contiguous() for x in (q, k, v))
+        queries, keys = (KernelTiles(x, marks[groups], kernel_scale, kernel)
+                         for x in (q_part, k_part))
+        states.append(MAPS[normalize].forward(queries, keys, v_part, p[groups], whiten_eps,
                                               out[images]))
     return out, [w, p, *map(torch.cat, zip(*states, strict=True))]
 
@@ -55,12 +56,13 @@ def nystrom_attention_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
     grad_p, grad_marks = torch.empty_like(p), torch.zeros_like(marks)
     for images, groups in _slices(q, landmarks):
-        queries, keys = (GradientTiles(x[images], marks[groups], kernel_scale, kernel,
-                                       grad_x[images], grad_marks[groups])
-                         for x, grad_x in ((q, grad_q), (k, grad_k)))
+        q_part, k_part, v_part, grad_part = (x[images].contiguous() for x in (q, k, v, grad_out))
+        queries, keys = (GradientTiles(x, marks[groups], kernel_scale, kernel, grad_x[images],
+                                       grad_marks[groups])
+                         for x, grad_x in ((q_part, grad_q), (k_part, grad_k)))
         grad_p[groups] = MAPS[normalize].backward(
-            queries, keys, v[images], p[groups], whiten_eps, [x[groups] for x in state],
-            grad_out[images], grad_v[images])
+            queries, keys, v_part, p[groups], whiten_eps, [x[groups] for x in state], grad_part,
+            grad_v[images])
     grad_w = solver.newton_schulz_inverse_backward(grad_p, p)
     for gradient in kernel_matrix_backward(grad_w, marks, marks, w, kernel_scale, kernel):
         grad_marks += gradient
@@ -69,7 +71,11 @@ def nystrom_attention_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor
 
 
 def _slices(q: Tensor, landmarks: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Images that are worked on together, and their groups."""
+    """Images that are worked on together, and their groups.
+
+    Heads lie beside each other in a token's channels; the callers make them dense once for all
+    passes, for these images alone.
+    """
     heads = q.shape[1]
     for images in image_slices(q, landmarks.shape[2]):
         yield images, slice(images.start * heads, images.stop * heads)

@@ -28,8 +28,8 @@ def _mean_and_covariance(queries: KernelTiles) -> tuple[Tensor, Tensor]:
     count = 0
     for _, c in queries:
         length = c.shape[1]
-        centered = c - c.mean(1, keepdim=True)
-        shift = c.mean(1, keepdim=True) - mean
+        tile_mean = c.mean(1, keepdim=True)
+        centered, shift = c - tile_mean, tile_mean - mean
         scatter.baddbmm_(centered.mT, centered)
         scatter.baddbmm_(shift.mT, shift, alpha=count * length / (count + length))
         count += length
