@@ -1,15 +1,16 @@
 # PYTHON=python3.11 names the interpreter that .venv is made from (default: python3).
-# ARGS='-k attention' is handed to pytest.
+# ARGS='-k attention' is handed to pytest, ARGS='--parts scaling' to the benchmark.
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help env demo test test-gpu soak lint
+.PHONY: help env demo test test-gpu soak bench lint
 
 help:
 	@echo 'make demo   make .venv and the demo data, train, evaluate, draw'
 	@echo "make test   make .venv, then run the tests (ARGS='-k attention' goes to pytest)"
 	@echo 'make test-gpu   the tests of the CUDA kernels, on an NVIDIA GPU: an error where there is none'
 	@echo 'make soak   every combination of sizes of the CUDA kernels: longer than make test'
+	@echo 'make bench  time ops and backbones against their peers on this CPU, into work_dirs/bench: about 10 minutes'
 	@echo 'make lint   check the style with ruff'
 	@echo 'make env    only make .venv'
 	@echo '.venv is made once, and make demo skips finished steps. PYTHON=python3.11 chooses the interpreter of a new .venv.'
@@ -28,6 +29,11 @@ test-gpu: env
 
 soak: env
 	@.venv/bin/python -m pytest -m soak $(ARGS)
+
+bench: env
+	@.venv/bin/python -c 'import matplotlib, pykeops, sklearn, timm' 2>/dev/null || \
+	  .venv/bin/python -m pip install --no-build-isolation --editable '.[bench]'
+	@.venv/bin/python benchmarks/bench.py $(ARGS)
 
 lint: env
 	@.venv/bin/python -c 'import ruff' 2>/dev/null || \

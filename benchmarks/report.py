@@ -117,7 +117,7 @@ def cell(outcome: Mapping[str, object] | None, ratio: float | None,
     if outcome['peak_bytes'] is not None:
         text += f', {_three_digits(outcome["peak_bytes"] / 2**20)} MiB'
     text += f' ({_three_digits(ratio)}x)' if ratio is not None else ''
-    return text + (f', {error:.0e}' if error is not None else '')
+    return text + (f', {error:.0e}' if error else ', 0' if error is not None else '')
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -131,7 +131,9 @@ def op_table(rows: Sequence[Mapping[str, object]]) -> list[str]:
     names = list(dict.fromkeys(name for row in rows for name in row['outcomes']))
     with_rate = any('elements_per_s' in row for row in rows)
     header = ['B·h', 'N', 'M', 'd', 'dtype', 'pass', *names]
-    header += ['elements/s (of the floor)'] if with_rate else []
+    if with_rate:
+        with_floor = any(row.get('share_of_floor') is not None for row in rows)
+        header.append('elements/s (of the floor)' if with_floor else 'elements/s')
     lines = []
     for row in rows:
         cells = [str(row[key] or '') for key in ('groups', 'n', 'm', 'd', 'dtype', 'mode')]

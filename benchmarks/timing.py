@@ -104,9 +104,11 @@ def time_in_turn(functions: Mapping[str, Callable[[], object]], device: torch.de
         fitting = int(seconds_each * 1e3 / max(milliseconds, 1e-6))
         repeats[name] = min(max(fitting, least_repeats), most_repeats)
     samples: dict[str, list[float]] = {name: [] for name in repeats}
-    for turn in range(max(repeats.values(), default=0)):
-        for name in repeats:
-            if turn < repeats[name]:
+    turns = max(repeats.values(), default=0)
+    for turn in range(turns):
+        for name, count in repeats.items():
+            # Few calls are spread over the whole time as well.
+            if (turn + 1) * count // turns > turn * count // turns:
                 samples[name].append(time_call(functions[name], device))
     for name, taken in samples.items():
         outcomes[name] = Timing(median(taken), min(taken), max(taken), len(taken), peaks[name])

@@ -1,4 +1,4 @@
-"""The GPU benchmark's own code, run on the CPU at tiny sizes: nothing here is a figure."""
+"""The benchmarks' own code, run on the CPU at tiny sizes: nothing here is a figure."""
 
 from __future__ import annotations
 
@@ -232,3 +232,171 @@ def test_unknown_flag_of_the_check(tmp_path: Path) -> None:
                             capture_output=True, check=False, timeout=60)
     assert result.returncode == 2
     assert result.stderr == 'gpu_check.sh takes --quick and --out FILE.json, got --fast.\n'
+
+
+@pytest.fixture
+def green(tmp_path: Path) -> Path:
+    """A results file with a test that passed."""
+    results = tmp_path / 'green.xml'
+    results.write_text('<testsuites><testsuite><testcase classname="a" name="b"/></testsuite>'
+                       '</testsuites>')
+    return results
+
+
+@pytest.fixture
+def no_packages(load, monkeypatch) -> None:
+    """Peers that compile or are large are as good as not installed."""
+    for name in ('cpu_cases', 'backbone_models', 'backbones', 'memory'):
+        module = load(name)
+        monkeypatch.setattr(module, 'missing',
+                            lambda name: f'{name} is left out' if name in (
+                                'KeOps', 'scikit-learn', 'timm pvt_v2_b1') else None)
+
+
+def test_every_cpu_case_has_times_and_errors(load, no_packages, green: Path,
+                                             tmp_path: Path) -> None:
+    cpu_ops = load('cpu_ops')
+    out = tmp_path / 'new' / 'ops.json'
+    assert cpu_ops.main(['--quick', '--tests', str(green), '--out', str(out)]) == 0
+    rows = json.loads(out.read_text())['rows']
+    assert [(row['op'], row['mode']) for row in rows] == [
+        (op, mode) for op in ('laplacian_kernel', 'laplacian_kernel @ V', 'nystrom_attention')
+        for mode in ('forward', 'forward + backward')]
+    for row in rows:
+        timed = {name for name, outcome in row['outcomes'].items() if 'reason' not in outcome}
+        assert 'mmlaplacian' in timed and len(timed) >= 2 and set(row['errors']) == timed
+        for name in timed:
+            outcome = row['outcomes'][name]
+            assert outcome['repeats'] >= 5
+            assert 0 < outcome['fastest'] <= outcome['milliseconds'] <= outcome['slowest']
+            assert 0 < row['errors'][name] < 1e-4
+    assert rows[0]['outcomes']['scikit-learn'] == {'reason': 'scikit-learn is left out'}
+    assert 'KeOps is left out' in out.with_suffix('.md').read_text()
+
+
+def test_errors_see_a_wrong_output_and_a_wrong_gradient(load) -> None:
+    cpu_cases, op_cases = load('cpu_cases'), load('op_cases')
+    right = op_cases.cdist
+    cases = [op_cases.Case('laplacian_kernel', mode, 2, 12, 4, torch.float32, m=5)
+             for mode in op_cases.MODES]
+    chosen = {'scaled': lambda q, k: right(q, k) * 1.01,
+              'detached': lambda q, k: right(q, k) + (q.sum() - q.detach().sum())}
+    forward, both = (cpu_cases.errors(case, chosen) for case in cases)
+    assert forward['scaled'] == pytest.approx(0.01, rel=1e-3) and forward['detached'] < 1e-6
+    assert both['scaled'] > 9e-3 and both['detached'] > 0.1
+
+
+def test_attention_peers_approach_softmax(load) -> None:
+    """With a landmark for each token, and on average over many directions."""
+    peers = load('attention_peers')
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 12, 4, generator=generator) for _ in range(3))
+    softmax = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(peers.nystromformer(q, k, v, 12), softmax, rtol=0, atol=0.05)
+    # The variance of the features grows with exp(|q + k|^2).
+    q, k = q / 2, k / 2
+    directions = peers.orthogonal_features(4096, 4, generator)
+    torch.testing.assert_close(peers.performer(q, k, v, directions),
+                               torch.nn.functional.scaled_dot_product_attention(q, k, v), rtol=0,
+                               atol=0.05)
+    means = peers.segment_means(v, 5)
+    torch.testing.assert_close(means[:, :, 0], v[:, :, :2].mean(2))
+    torch.testing.assert_close(means[:, :, 4], v[:, :, 9:].mean(2))
+
+
+def test_stored_attention_is_the_op(load) -> None:
+    from mmlaplacian.ops import nystrom_attention
+
+    stored = load('stored_attention').stored_attention
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 2, n, 4, generator=generator).requires_grad_()
+              for n in (30, 30, 30, 5)]
+    options = (4.0, 1e-2, 1e-5, None, 'laplacian', 'whiten')
+    found, expected = stored(*inputs, *options), nystrom_attention(*inputs, *options)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    weight = torch.randn(found.shape, generator=generator)
+    for own, other in zip(*(torch.autograd.grad(x, inputs, weight) for x in (found, expected)),
+                          strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-5)
+    with pytest.raises(ValueError, match="got 'gaussian' and 'whiten'"):
+        stored(*inputs, *options[:4], 'gaussian', 'whiten')
+
+
+def test_peak_counts_what_is_alive_at_once(load) -> None:
+    def call() -> None:
+        x = torch.empty(1000)
+        y = x + 1
+        del x
+        y.sum()
+
+    assert load('cpu_memory').peak_bytes(call) == pytest.approx(8000, abs=400)
+
+
+def test_exponent_of_a_power(load) -> None:
+    assert load('scaling').exponent({n: 3 * n**1.5 for n in (10, 20, 80)}) == pytest.approx(1.5)
+
+
+def test_few_repeats_are_spread_over_the_turns(load, monkeypatch) -> None:
+    timing, calls = load('timing'), []
+    durations = {'slow': 1000.0, 'fast': 1.0}
+
+    def pretend(function: Callable[[], None], device: torch.device) -> float:
+        function()
+        return durations[calls[-1]]
+
+    monkeypatch.setattr(timing, 'time_call', pretend)
+    outcomes = timing.time_in_turn({name: lambda name=name: calls.append(name)
+                                    for name in durations}, CPU, most_repeats=9)
+    assert outcomes['slow'].repeats == 3 and outcomes['fast'].repeats == 9
+    timed = calls[4:]
+    assert [i for i, name in enumerate(timed) if name == 'slow'] == [2, 6, 10]
+
+
+@pytest.mark.parametrize('part', ['cpu_ops', 'backbones', 'scaling', 'memory',
+                                  'sequence_length'])
+def test_red_ops_are_not_timed(load, monkeypatch, part: str, tmp_path: Path) -> None:
+    results, out = tmp_path / 'red.xml', tmp_path / 'part.json'
+    results.write_text('<testsuites><testsuite><testcase classname="a" name="b"><failure/>'
+                       '</testcase></testsuite></testsuites>')
+    assert load(part).main(['--quick', '--tests', str(results), '--out', str(out)]) == 0
+    table = out.with_suffix('.md').read_text()
+    assert 'refused: 1 red tests' in table
+    own = [row.get('outcomes', {}).get('mmlaplacian', {'reason': ''})
+           for row in json.loads(out.read_text())['rows']]
+    assert all('milliseconds' not in outcome for outcome in own)
+
+
+def test_parts_and_plots_at_tiny_sizes(load, no_packages, green: Path, tmp_path: Path) -> None:
+    arguments = ['--quick', '--tests', str(green)]
+    for part in ('backbones', 'scaling', 'sequence_length'):
+        out = tmp_path / f'{part}.json'
+        assert load(part).main([*arguments, '--out', str(out)]) == 0
+        assert ' ms' in out.with_suffix('.md').read_text()
+    rows = json.loads((tmp_path / 'backbones.json').read_text())['rows']
+    assert all(set(row['gmacs']) == {'mmlaplacian', 'torchvision swin_t'} or
+               'timm pvt_v2_b1' in row['gmacs'] for row in rows)
+    assert {image.name for image in load('plots').draw(tmp_path, tmp_path / 'images')} \
+        == {'scaling.png', 'sequence_length.png', 'resolution.png'}
+
+
+def test_memory_is_of_one_step_in_its_own_process(load, no_packages, green: Path,
+                                                  tmp_path: Path) -> None:
+    out = tmp_path / 'memory.json'
+    assert load('memory').main(['--quick', '--tests', str(green), '--out', str(out)]) == 0
+    rows = json.loads(out.read_text())['rows']
+    assert rows.pop('timm pvt_v2_b1') == {'reason': 'timm pvt_v2_b1 is left out'}
+    assert len(rows) == 2
+    for measured in rows.values():
+        assert 2**26 < measured['before_bytes'] <= measured['peak_bytes']
+
+
+def test_output_that_cannot_be_written_is_known_first(load, green: Path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        load('scaling').main(['--tests', str(green), '--out', str(green / 'a.json')])
+    assert 'argument --out: cannot make its folder' in capsys.readouterr().err
+
+
+def test_no_contract_test_no_figures(load, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match='must run before anything is timed'):
+        load('scaling').main(['--tests', str(tmp_path / 'none.xml'), '--out',
+                              str(tmp_path / 'a.json')])
