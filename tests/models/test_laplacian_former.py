@@ -119,8 +119,8 @@ def test_b02_batch_mates_change_nothing(build: Build, normalize: str) -> None:
     bright = 100 * image(1, 3, 96, 128, seed=1)
     alone, flat_alone = model(own), model(flat)
     together = model(torch.cat([own, flat, bright]))
-    assert_all_close(tuple(out[:1] for out in together), alone, 1e-6)
-    assert_all_close(tuple(out[1:2] for out in together), flat_alone, 1e-6)
+    assert_all_close(tuple(out[:1] for out in together), alone, 3e-6)
+    assert_all_close(tuple(out[1:2] for out in together), flat_alone, 3e-6)
 
 
 @torch.no_grad()

@@ -43,10 +43,10 @@ def _poisoned_memory(monkeypatch):
 
 
 @pytest.fixture
-def set_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+def set_threads(monkeypatch):
+    """What torch answers. After torch.set_num_threads(3) on two cores, MKL's LU is wrong or hangs
+    in the whole process (torch 2.11)."""
+    return lambda count: monkeypatch.setattr(torch, 'get_num_threads', lambda: count)
 
 
 def make_inputs(n, m, d, batch=1, heads=2):
