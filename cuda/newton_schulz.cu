@@ -104,7 +104,8 @@ constexpr int STRIDE = 4 * (THREAD_COLUMNS | 1);
 constexpr int PADDED = PADDED_ROWS * STRIDE;
 
 // W, X and I - W X stay in shared memory for all the steps, 3 * PADDED floats. Rows and columns
-// past SIZE hold zeros and stay zero, so nothing inside the steps needs a bound.
+// of W and X past SIZE hold zeros and stay zero, so nothing inside the steps needs a bound. The 1,
+// here and below, keeps the compiler from spilling registers in order to fit more blocks.
 extern "C" __global__ void __launch_bounds__(INVERSE_THREADS, 1)
 newton_schulz_inverse(const float *__restrict__ w, float *__restrict__ x, float spd_lower_bound,
                       long long batch, long long iters) {
@@ -159,8 +160,7 @@ newton_schulz_inverse(const float *__restrict__ w, float *__restrict__ x, float 
                            STRIDE, INNER_SIZE);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-          const int r = row + i * THREAD_ROWS;
-          const int diagonal = r < SIZE ? r - column : -1;
+          const int r = row + i * THREAD_ROWS, diagonal = r - column;
           *reinterpret_cast<float4 *>(residual + r * STRIDE + column) = make_float4(
               (diagonal == 0 ? 1.f : 0.f) - sums[i][0], (diagonal == 1 ? 1.f : 0.f) - sums[i][1],
               (diagonal == 2 ? 1.f : 0.f) - sums[i][2], (diagonal == 3 ? 1.f : 0.f) - sums[i][3]);
@@ -206,7 +206,7 @@ __device__ __forceinline__ float block_max(float value, float *shared) {
 }
 
 // X_0 of each matrix, by one block.
-extern "C" __global__ void __launch_bounds__(START_THREADS)
+extern "C" __global__ void __launch_bounds__(START_THREADS, 1)
 newton_schulz_start(const float *__restrict__ w, float *__restrict__ x, float spd_lower_bound,
                     long long batch, long long m) {
   __shared__ float maxima[START_THREADS];

@@ -51,12 +51,14 @@ class Solver:
 
     def product(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None,
                 scale: float = 1, term: int = NOTHING,
-                transpose: tuple[bool, bool] = (False, False), offset: int = 0) -> torch.Tensor:
+                transpose: tuple[bool, bool] = (False, False),
+                offsets: tuple[int, int] = (0, 0)) -> torch.Tensor:
         d = poisoned(a.shape)
         macros = {'TERM': term, 'TRANSPOSE_A': int(transpose[0]),
                   'TRANSPOSE_B': int(transpose[1])}
         self.launch('product', Tiling(*a.shape[:2]).product(), macros,
-                    [*(Offset(x.numpy(), offset) for x in (a, b, a if c is None else c, d)),
+                    [Offset(a.numpy(), offsets[0]), Offset(b.numpy(), offsets[1]),
+                     Offset((a if c is None else c).numpy(), 4), Offset(d.numpy(), 4),
                      np.float32(scale), *sizes(a)])
         return d
 
@@ -149,9 +151,10 @@ def test_product(solver, m, term, transpose):
 def test_start(solver, bound, scale):
     """Rows and columns of different weight: the two norms differ. Their product may overflow."""
     generator = torch.Generator().manual_seed(0)
-    w = torch.randn(3, 70, 70, generator=generator) * torch.linspace(.1, 3, 70) * scale
+    m = 300
+    w = torch.randn(2, m, m, generator=generator) * torch.linspace(.1, 3, m) * scale
     norm_inf, norm_1 = (w.abs().sum(dim).amax(-1)[:, None, None] for dim in (-1, -2))
-    want = w.mT / norm_1 / norm_inf if bound is None else 2 / (norm_inf + bound) * torch.eye(70)
+    want = w.mT / norm_1 / norm_inf if bound is None else 2 / (norm_inf + bound) * torch.eye(m)
     torch.testing.assert_close(solver.start(w, bound), want, rtol=1e-5, atol=0)
     w = (w[:, :20, :20] / scale + 4 * torch.eye(20)).contiguous()
     x = solver.inverse(w, 1, bound)  # one step shows the start
@@ -161,11 +164,12 @@ def test_start(solver, bound, scale):
 
 
 def test_same_bits_whatever_the_order_the_grid_and_the_alignment(solver):
-    w = landmark_matrices(3, 49).float()
+    w, even = (landmark_matrices(3, m).float() for m in (49, 68))
 
     def results(offset=0):
         return [solver.inverse(w, 4, RIDGE, offset), solver.start(w, RIDGE), solver.start(w, None),
-                solver.product(w, w, w, term=MATRIX, offset=offset)]
+                *(solver.product(x, x, x, term=MATRIX, offsets=offsets) for x in (w, even)
+                  for offsets in ((0, offset), (offset, 0)))]
 
     want = results()
     for solver.seed, solver.grid, offset in ((5, None, 0), (6, 1, 0), (7, 100, 4)):
