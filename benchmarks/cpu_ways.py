@@ -119,7 +119,7 @@ def _processor() -> str:
     names = Path('/proc/cpuinfo')
     found = next((line.split(':')[1].strip() for line in names.read_text().splitlines()
                   if line.startswith('model name')), '') if names.exists() else ''
-    lanes = cpu_impl.cpu_runtime.lanes('laplacian_kernel')
+    lanes = cpu_impl.cpu_runtime.constant('laplacian_kernel', 'lanes')
     return f'{found or platform.machine()}, vectors of {lanes} float32'
 
 

@@ -140,19 +140,23 @@ INLINE Vector exp2_product(Vector x, float high, float low) {
 }
 
 /* Calls work for every item, on that many threads. Which thread takes an item is left to chance,
- * so an item's result must not depend on it. One thread does without OpenMP: after a fork its
- * other threads are gone. */
-static void for_items(int64_t items, int threads, void (*work)(const void *job, int64_t item),
-                      const void *job) {
+ * so an item's result must not depend on it; worker, below threads, tells apart those that work at
+ * the same time. One thread does without OpenMP: after a fork its other threads are gone. */
+static void for_items(int64_t items, int threads,
+                      void (*work)(const void *job, int64_t item, int worker), const void *job) {
     if (threads <= 1) {
-        for (int64_t item = 0; item < items; ++item) work(job, item);
+        for (int64_t item = 0; item < items; ++item) work(job, item, 0);
         return;
     }
     int64_t next = 0;
+    int entered = 0;
 #pragma omp parallel num_threads(threads)
-    for (;;) {
-        const int64_t item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-        if (item >= items) break;
-        work(job, item);
+    {
+        const int worker = __atomic_fetch_add(&entered, 1, __ATOMIC_RELAXED);
+        for (;;) {
+            const int64_t item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
+            if (item >= items) break;
+            work(job, item, worker);
+        }
     }
 }

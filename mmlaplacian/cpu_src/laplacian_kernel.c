@@ -3,17 +3,12 @@
  * groups = B * h, n queries, m landmarks, d channels. Tensors are dense and row-major. Sums run in
  * an order that depends on n, m and d alone: the number of threads changes no bit.
  */
+#include "distance.h"
 
-/* ---- Forward: the lanes of a vector are queries ---- */
+/* ---- Forward ---- */
 
-/* Sums in registers: at most LANDMARKS x TOKEN_VECTORS. */
-#if defined(__AVX512F__)
-enum { LANDMARKS = 8, TOKEN_VECTORS = 3 };
-#else
-enum { LANDMARKS = 4, TOKEN_VECTORS = 2 };
-#endif
-/* In the first cache: STRIP x TOKENS distances and CHANNELS x TOKENS of q. */
-enum { TOKENS = TOKEN_VECTORS * LANES, STRIP = 64, CHANNELS = 64 };
+/* In the first cache: STRIP x TOKENS distances. */
+enum { STRIP = 64 };
 /* Tiles that a thread takes at once. */
 enum { TILES = 8 };
 
@@ -24,28 +19,6 @@ typedef struct {
     float high, low;
     int gaussian;
 } Forward;
-
-/* Rows of q as columns of a tile; the last row is repeated up to whole vectors. */
-static void transpose_in(const float *q, int64_t d, int64_t rows, int64_t channels,
-                         float tile[][TOKENS]) {
-    for (int64_t first = 0; first < rows; first += LANES) {
-        const float *row[LANES];
-        for (int i = 0; i < LANES; ++i) row[i] = q + least(first + i, rows - 1) * d;
-        if (channels < LANES) {
-            for (int64_t c = 0; c < channels; ++c)
-                for (int i = 0; i < LANES; ++i) tile[c][first + i] = row[i][c];
-            continue;
-        }
-        for (int64_t next = 0; next < channels; next += LANES) {
-            /* The last block overlaps the one before it. */
-            const int64_t c = least(next, channels - LANES);
-            Vector x[LANES];
-            for (int i = 0; i < LANES; ++i) x[i] = load(row[i] + c);
-            transpose(x);
-            for (int i = 0; i < LANES; ++i) store(&tile[c + i][first], x[i]);
-        }
-    }
-}
 
 /* Columns of a tile as rows of the output. */
 static void transpose_out(const float tile[][TOKENS], int64_t m, int64_t rows, int64_t landmarks,
@@ -67,51 +40,6 @@ static void transpose_out(const float tile[][TOKENS], int64_t m, int64_t rows, i
                 if (i < count) store(row + i * m + r, x[i]);
         }
     }
-}
-
-/* Distances of vectors * LANES queries to a few landmarks over some channels, added to those over
- * the channels before. */
-INLINE void add_distances(const float tile[][TOKENS], const float *k, int64_t d, int64_t channels,
-                          int landmarks, int vectors, int gaussian, int first,
-                          float sums[][TOKENS]) {
-    Vector sum[LANDMARKS][TOKEN_VECTORS];
-    UNROLL(8) for (int r = 0; r < landmarks; ++r)
-        UNROLL(3) for (int v = 0; v < vectors; ++v) sum[r][v] = splat(0);
-    for (int64_t c = 0; c < channels; ++c)
-        UNROLL(8) for (int r = 0; r < landmarks; ++r)
-            UNROLL(3) for (int v = 0; v < vectors; ++v) {
-                const Vector difference = load(&tile[c][v * LANES]) - k[r * d + c];
-                sum[r][v] += gaussian ? difference * difference : absolute(difference);
-            }
-    UNROLL(8) for (int r = 0; r < landmarks; ++r)
-        UNROLL(3) for (int v = 0; v < vectors; ++v) {
-            float *const to = &sums[r][v * LANES];
-            store(to, first ? sum[r][v] : load(to) + sum[r][v]);
-        }
-}
-
-/* The sums stay in registers where their number is a constant. */
-static void add_distances_to(const float tile[][TOKENS], const float *k, int64_t d,
-                             int64_t channels, int landmarks, int vectors, int gaussian,
-                             int first, float sums[][TOKENS]) {
-#define COUNTS(r, v)                                                                \
-    case 4 * r + v:                                                                 \
-        if (gaussian)                                                               \
-            add_distances(tile, k, d, channels, r, v, 1, first, sums);              \
-        else                                                                        \
-            add_distances(tile, k, d, channels, r, v, 0, first, sums);              \
-        break;
-    switch (4 * landmarks + vectors) {
-        COUNTS(1, 1) COUNTS(2, 1) COUNTS(3, 1) COUNTS(4, 1)
-        COUNTS(1, 2) COUNTS(2, 2) COUNTS(3, 2) COUNTS(4, 2)
-#if defined(__AVX512F__)
-        COUNTS(5, 1) COUNTS(6, 1) COUNTS(7, 1) COUNTS(8, 1)
-        COUNTS(5, 2) COUNTS(6, 2) COUNTS(7, 2) COUNTS(8, 2)
-        COUNTS(1, 3) COUNTS(2, 3) COUNTS(3, 3) COUNTS(4, 3)
-        COUNTS(5, 3) COUNTS(6, 3) COUNTS(7, 3) COUNTS(8, 3)
-#endif
-    }
-#undef COUNTS
 }
 
 /* At most TOKENS queries with all landmarks of their group; more of them follow the tile. */
@@ -137,7 +65,7 @@ static void forward_tile(const Forward *f, const float *q, const float *k, int64
                     prefetch_to_write(output, rows * f->m, blocks, block);
                 }
                 add_distances_to(tile, k + (begin + at) * f->d + c, f->d, channels, (int)count,
-                                 vectors, f->gaussian, c == 0, sums + at);
+                                 vectors, f->gaussian, c == 0, sums[at], TOKENS);
             }
         }
         for (int64_t r = 0; r < landmarks; ++r)
@@ -149,7 +77,8 @@ static void forward_tile(const Forward *f, const float *q, const float *k, int64
     }
 }
 
-static void forward_item(const void *job, int64_t item) {
+static void forward_item(const void *job, int64_t item, int worker) {
+    (void)worker;
     const Forward *const f = job;
     const int64_t group = item / f->items, first = item % f->items * (TILES * TOKENS);
     const int64_t rows = least(TILES * TOKENS, f->n - first);
@@ -174,14 +103,8 @@ void laplacian_kernel_forward(const float *q, const float *k, float *output, int
     for_items(groups * items, threads, forward_item, &job);
 }
 
-/* ---- Backward: the lanes of a vector are channels ---- */
+/* ---- Backward ---- */
 
-/* In registers: QUERIES x CHANNEL_VECTORS of q and of its gradient. */
-#if defined(__AVX512F__)
-enum { QUERIES = 4, CHANNEL_VECTORS = 2 };
-#else
-enum { QUERIES = 4, CHANNEL_VECTORS = 1 };
-#endif
 /* Landmarks whose weights lie in the first cache, queries from a prefetch to its use, and floats
  * of grad_k that a thread sums at once. */
 enum { WEIGHTS = 256, AHEAD = 8, SUMMED = 1024 };
@@ -206,60 +129,9 @@ static void weigh(const float *a, const float *b, float scale, int64_t count, fl
     }
 }
 
-/* Over vectors * LANES channels: the gradients of some queries, and for some landmarks what the
- * queries add to theirs. grad_q and grad_k may be null. */
-INLINE void add_gradients(const float *q, const float *k, const float weights[][WEIGHTS],
-                          int64_t d, int64_t rows, int64_t landmarks, int vectors, int gaussian,
-                          int needs_q, int needs_k, int first, float *grad_q, float *grad_k) {
-    Vector x[QUERIES][CHANNEL_VECTORS], sum_q[QUERIES][CHANNEL_VECTORS];
-    UNROLL(4) for (int t = 0; t < QUERIES; ++t)
-        UNROLL(2) for (int v = 0; v < vectors; ++v) {
-            x[t][v] = t < rows ? load(q + t * d + v * LANES) : splat(0);
-            sum_q[t][v] = splat(0);
-        }
-    for (int64_t r = 0; r < landmarks; ++r)
-        UNROLL(2) for (int v = 0; v < vectors; ++v) {
-            const Vector y = load(k + r * d + v * LANES);
-            Vector sum_k = needs_k ? load(grad_k + r * d + v * LANES) : splat(0);
-            UNROLL(4) for (int t = 0; t < QUERIES; ++t) {
-                const Vector difference = x[t][v] - y;
-                const Vector slope = gaussian ? difference : sign(difference);
-                const Vector weight = splat(weights[t][r]);
-                if (needs_q) sum_q[t][v] = fused(slope, weight, sum_q[t][v]);
-                if (needs_k) sum_k = fused(-slope, weight, sum_k);
-            }
-            if (needs_k) store(grad_k + r * d + v * LANES, sum_k);
-        }
-    UNROLL(4) for (int t = 0; t < QUERIES; ++t)
-        UNROLL(2) for (int v = 0; v < vectors; ++v)
-            if (needs_q && t < rows) {
-                float *const to = grad_q + t * d + v * LANES;
-                store(to, first ? sum_q[t][v] : load(to) + sum_q[t][v]);
-            }
-}
-
-/* What is constant in add_gradients() costs nothing in its loops. */
-static void add_gradients_to(const float *q, const float *k, const float weights[][WEIGHTS],
-                             int64_t d, int64_t rows, int64_t landmarks, int vectors,
-                             int gaussian, int first, float *grad_q, float *grad_k) {
-#define NEEDS(v, g, needs_q, needs_k)                                                        \
-    case 8 * v + 4 * g + 2 * needs_q + needs_k:                                              \
-        add_gradients(q, k, weights, d, rows, landmarks, v, g, needs_q, needs_k, first,      \
-                      grad_q, grad_k);                                                       \
-        break;
-    switch (8 * vectors + 4 * !!gaussian + 2 * !!grad_q + !!grad_k) {
-        NEEDS(1, 0, 0, 1) NEEDS(1, 0, 1, 0) NEEDS(1, 0, 1, 1)
-        NEEDS(1, 1, 0, 1) NEEDS(1, 1, 1, 0) NEEDS(1, 1, 1, 1)
-#if defined(__AVX512F__)
-        NEEDS(2, 0, 0, 1) NEEDS(2, 0, 1, 0) NEEDS(2, 0, 1, 1)
-        NEEDS(2, 1, 0, 1) NEEDS(2, 1, 1, 0) NEEDS(2, 1, 1, 1)
-#endif
-    }
-#undef NEEDS
-}
-
 /* grad_q of a chunk of queries, and their part of grad_k. */
-static void backward_item(const void *job, int64_t item) {
+static void backward_item(const void *job, int64_t item, int worker) {
+    (void)worker;
     const Backward *const b = job;
     const int64_t m = b->m, d = b->d, group = item / b->chunks;
     const int64_t end = (group + 1) * b->n;
@@ -267,6 +139,7 @@ static void backward_item(const void *job, int64_t item) {
     const int64_t stop = least(end, begin + b->chunk);
     float *const grad_k = b->partial ? b->partial + item * m * d : 0;
     float weights[QUERIES][WEIGHTS];
+    const Weights given = {weights[0], WEIGHTS, 1};
     if (grad_k) memset(grad_k, 0, sizeof(float) * (size_t)(m * d));
     for (int64_t row = begin; row < stop; row += QUERIES) {
         const int64_t rows = least(QUERIES, stop - row), ahead = row + AHEAD;
@@ -286,16 +159,17 @@ static void backward_item(const void *job, int64_t item) {
                     memset(weights[t], 0, sizeof weights[t]);
             }
             for (int64_t c = 0; c < d; c += CHANNEL_VECTORS * LANES)
-                add_gradients_to(b->q + row * d + c, b->k + (group * m + r) * d + c, weights, d,
+                add_gradients_to(b->q + row * d + c, d, b->k + (group * m + r) * d + c, d, given,
                                  rows, landmarks, (int)least(CHANNEL_VECTORS, (d - c) / LANES),
-                                 b->gaussian, r == 0, b->grad_q ? b->grad_q + row * d + c : 0,
+                                 b->gaussian, r == 0, b->grad_q ? b->grad_q + row * d + c : 0, d,
                                  grad_k ? grad_k + r * d + c : 0);
         }
     }
 }
 
 /* A part of grad_k: the chunks' parts, added in their order. */
-static void sum_item(const void *job, int64_t item) {
+static void sum_item(const void *job, int64_t item, int worker) {
+    (void)worker;
     const Backward *const b = job;
     const int64_t size = b->m * b->d, items = ceil_div(size, SUMMED), group = item / items;
     const int64_t begin = item % items * SUMMED, stop = least(size, begin + SUMMED);

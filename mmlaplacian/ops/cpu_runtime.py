@@ -11,6 +11,7 @@ cores of the first.
 import ctypes
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ CACHE_VARIABLE = 'MMLAPLACIAN_CACHE'
 """Environment variable with the folder of compiled files, by default ``~/.cache/mmlaplacian``."""
 
 _SOURCE_FOLDER = Path(__file__).parents[1] / 'cpu_src'
+_OWN_HEADER = re.compile(r'#include "(.+)"')
 _FLAGS = ('-std=gnu11', '-O3', '-march=native', '-ffp-contract=fast', '-fPIC')
 _COMPILE_SECONDS = 120
 # Fewer (query, landmark, channel) triples are done sooner than another thread wakes up.
@@ -101,10 +103,22 @@ def _find_compiler() -> _Compiler:
 
 
 def source_text(source: str) -> str:
-    """The text of ``common.h`` and of a C file as one translation unit."""
-    return '\n'.join(f'#line 1 "{name}"\n'
-                     + (_SOURCE_FOLDER / name).read_text(encoding='utf-8')
-                     for name in ('common.h', f'{source}.c'))
+    """The text of a C file with its own headers, each once, as one translation unit."""
+    return _expanded(f'{source}.c', set())
+
+
+def _expanded(name: str, seen: set[str]) -> str:
+    seen.add(name)
+    lines = [f'#line 1 "{name}"']
+    text = (_SOURCE_FOLDER / name).read_text(encoding='utf-8')
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _OWN_HEADER.fullmatch(line):
+            if header[1] not in seen:
+                lines.append(_expanded(header[1], seen))
+            lines.append(f'#line {number + 1} "{name}"')
+        else:
+            lines.append(line)
+    return '\n'.join(lines) + '\n'
 
 
 def _cache_folder() -> Path:
@@ -209,9 +223,26 @@ def library(source: str) -> ctypes.CDLL:
     return loaded
 
 
-def lanes(source: str) -> int:
-    """float32 numbers in a vector of the compiled text."""
-    return ctypes.c_int.in_dll(library(source), 'lanes').value
+def check(x: Tensor) -> None:
+    """Raises where no compiled text takes tensors like this.
+
+    Raises:
+        UnsupportedError: Device or dtype is another.
+    """
+    if x.device.type != 'cpu':
+        raise UnsupportedError(f'the CPU kernels need CPU tensors, got {x.device}')
+    if x.dtype != torch.float32:
+        raise UnsupportedError(f'the CPU kernels take torch.float32, got {x.dtype}')
+
+
+def constant(source: str, name: str) -> int:
+    """A ``const int`` of the compiled text.
+
+    Args:
+        source: File in ``cpu_src/`` without its suffix.
+        name: Its name there.
+    """
+    return ctypes.c_int.in_dll(library(source), name).value
 
 
 def threads(work: int) -> int:
@@ -226,14 +257,15 @@ def threads(work: int) -> int:
 
 
 def call(source: str, function: str,
-         arguments: Sequence[Tensor | None | ctypes._SimpleCData]) -> None:
+         arguments: Sequence[Tensor | None | ctypes._SimpleCData | ctypes.Array]) -> None:
     """Calls a C function; other Python threads run meanwhile.
 
     Args:
         source: File in ``cpu_src/`` without its suffix.
         function: Its name there.
-        arguments: Contiguous CPU tensors, None for a null pointer, and ctypes scalars of the
-            exact type: a Python number would be passed as a C int whatever the type there is.
+        arguments: CPU tensors, None for a null pointer, ctypes arrays, and ctypes scalars of
+            the exact type: a Python number would be passed as a C int whatever the type there
+            is.
 
     Raises:
         TypeError: An argument of another type.
@@ -245,7 +277,7 @@ def call(source: str, function: str,
             values.append(ctypes.c_void_p(argument.data_ptr()))
         elif argument is None:
             values.append(ctypes.c_void_p())
-        elif isinstance(argument, ctypes._SimpleCData):
+        elif isinstance(argument, ctypes._SimpleCData | ctypes.Array):
             values.append(argument)
         else:
             raise TypeError('an argument of a CPU kernel must be a tensor, None or a ctypes '
@@ -253,3 +285,18 @@ def call(source: str, function: str,
     compiled = library(source)[function]
     compiled.restype = None
     compiled(*values)
+
+
+def call_with_scratch(source: str, function: str, before: Sequence, after: Sequence) -> None:
+    """Calls a C function that needs memory: with None for it, it says how much.
+
+    Args:
+        source: File in ``cpu_src/`` without its suffix.
+        function: Its name there.
+        before: Arguments before the memory and its size, as of :func:`call`.
+        after: Those behind.
+    """
+    floats = torch.empty((), dtype=torch.int64)
+    call(source, function, (*before, None, floats, *after))
+    scratch = torch.empty(int(floats), dtype=torch.float32)
+    call(source, function, (*before, scratch, floats, *after))

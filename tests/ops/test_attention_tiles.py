@@ -4,12 +4,19 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmlaplacian.ops import nystrom_attention
+from mmlaplacian.ops import nystrom_attention, use_backend
 from mmlaplacian.ops.newton_schulz import default_iters
 from mmlaplacian.ops.nystrom_attention import NORMALIZATIONS, tiles
 
 B, H, N, M, D, D_V = 2, 3, 50, 9, 8, 5
 normalizations = pytest.mark.parametrize('normalize', NORMALIZATIONS)
+
+
+@pytest.fixture(autouse=True)
+def torch_form():
+    """The C text cuts its tiles by itself."""
+    with use_backend('torch'):
+        yield
 
 
 def make_inputs(n=N, dtype=torch.float64):

@@ -99,10 +99,10 @@ def _narrowed(monkeypatch, flag):
 @pytest.mark.skipif(platform.machine() != 'x86_64', reason='the flags are those of x86-64')
 @pytest.mark.parametrize('flag, lanes', [('-march=x86-64', 4), ('-march=haswell', 8)])
 def test_processors_with_narrower_vectors(flag, lanes, monkeypatch):
-    if lanes == 8 and cpu_runtime.lanes('laplacian_kernel') < 8:
+    if lanes == 8 and cpu_runtime.constant('laplacian_kernel', 'lanes') < 8:
         pytest.skip('this processor has no AVX2')
     _narrowed(monkeypatch, flag)
-    assert cpu_runtime.lanes('laplacian_kernel') == lanes
+    assert cpu_runtime.constant('laplacian_kernel', 'lanes') == lanes
     for kernel in REFERENCES:
         for shape in [(1, 1, 1), (17, 3, 3), (65, 50, 33), (130, 49, 64), (30, 300, 72)]:
             inputs = make_inputs(*shape)
@@ -268,7 +268,7 @@ def guarded(*shape):
     assert libc.mprotect(end, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
     return x.view(shape).fill_(0.25)
 
-lanes = cpu_runtime.lanes('laplacian_kernel')
+lanes = cpu_runtime.constant('laplacian_kernel', 'lanes')
 for n, m, d in [(1, 1, 1), (17, 3, 5), (65, 50, 33), (49, 49, lanes), (30, 300, 3 * lanes)]:
     q, k, out, grad = guarded(2, n, d), guarded(2, m, d), guarded(2, n, m), guarded(2, n, m)
     sizes = [c_int64(x) for x in (2, n, m, d)]

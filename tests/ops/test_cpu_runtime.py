@@ -21,7 +21,9 @@ if not any(map(shutil.which, ('cc', 'gcc', 'clang'))):
     pytest.skip('no C compiler on PATH: cc, gcc or clang', allow_module_level=True)
 
 TEXT = """
-static void count(const void *job, int64_t item) {
+#include "common.h"
+static void count(const void *job, int64_t item, int worker) {
+    (void)worker;
     __atomic_fetch_add(*(int *const *)job + item, 1, __ATOMIC_RELAXED);
 }
 void count_items(int *counts, int64_t items, int threads) {

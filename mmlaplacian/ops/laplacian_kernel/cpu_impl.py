@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import cpu_runtime
-from ..backend import UnsupportedError
 
 _SOURCE = 'laplacian_kernel'
-_KERNELS = {'laplacian': 0, 'gaussian': 1}
+KERNELS = {'laplacian': 0, 'gaussian': 1}
+"""Their numbers in the C text."""
+
 _LARGEST = torch.finfo(torch.float32).max
 _LEAST_CHUNK = 512
 
@@ -22,10 +23,7 @@ def check(q: Tensor) -> None:
     Raises:
         UnsupportedError: Device or dtype is not its own, or it cannot be compiled here.
     """
-    if q.device.type != 'cpu':
-        raise UnsupportedError(f'the CPU kernels need CPU tensors, got {q.device}')
-    if q.dtype != torch.float32:
-        raise UnsupportedError(f'the CPU kernels take torch.float32, got {q.dtype}')
+    cpu_runtime.check(q)
     cpu_runtime.library(_SOURCE)
 
 
@@ -38,6 +36,16 @@ def _float32_pair(value: float) -> tuple[c_float, c_float]:
     return high, c_float(max(value, -_LARGEST) - high.value)
 
 
+def exponent_pair(kernel_scale: float, kernel: str) -> tuple[c_float, c_float]:
+    """Factor of the distance in the power of two, computed in float64, as two float32 numbers."""
+    return _float32_pair(-math.log2(math.e) / (kernel_scale * (2 if kernel == 'gaussian' else 1)))
+
+
+def slope(kernel_scale: float) -> c_float:
+    """Derivative of the exponent by the L1 distance, or by half of the squared L2 distance."""
+    return _float32_pair(-1 / kernel_scale)[0]
+
+
 def _chunk(m: int) -> int:
     """Queries whose part of the key gradient is summed apart: depends on no machine.
 
@@ -48,7 +56,7 @@ def _chunk(m: int) -> int:
 
 def _padded(x: Tensor) -> Tensor:
     """Channels up to whole vectors; equal ones on both sides have no gradient."""
-    missing = -x.shape[-1] % cpu_runtime.lanes(_SOURCE)
+    missing = -x.shape[-1] % cpu_runtime.constant(_SOURCE, 'lanes')
     return F.pad(x, (0, missing)) if missing else x
 
 
@@ -65,11 +73,9 @@ def kernel_matrix(q: Tensor, k: Tensor, kernel_scale: float, kernel: str) -> Ten
     """See :func:`mmlaplacian.ops.laplacian_kernel.registration.kernel_matrix`."""
     output = q.new_empty(*q.shape[:-1], k.shape[-2])
     if output.numel():
-        # exp(-distance / scale) as a power of two, the factor computed in float64.
-        exponent_scale = -math.log2(math.e) / (kernel_scale * (2 if kernel == 'gaussian' else 1))
         cpu_runtime.call(_SOURCE, 'laplacian_kernel_forward', (
-            q, k, output, c_int(_KERNELS[kernel]), *_float32_pair(exponent_scale), *_sizes(q, k),
-            _threads(q, k)))
+            q, k, output, c_int(KERNELS[kernel]), *exponent_pair(kernel_scale, kernel),
+            *_sizes(q, k), _threads(q, k)))
     return output
 
 
@@ -85,7 +91,7 @@ def kernel_matrix_backward(grad_output: Tensor, q: Tensor, k: Tensor, output: Te
     partial = q.new_empty(*q.shape[:2], -(-q.shape[2] // chunk), *k.shape[2:]) if needs_k else None
     if needs_q or needs_k:
         cpu_runtime.call(_SOURCE, 'laplacian_kernel_backward', (
-            grad_output, q, k, output, grad_q, partial, grad_k, c_int(_KERNELS[kernel]),
-            _float32_pair(-1 / kernel_scale)[0], *_sizes(q, k), c_int64(chunk), _threads(q, k)))
+            grad_output, q, k, output, grad_q, partial, grad_k, c_int(KERNELS[kernel]),
+            slope(kernel_scale), *_sizes(q, k), c_int64(chunk), _threads(q, k)))
     return tuple(x.new_empty(0) if grad is None else grad[..., :d].contiguous()
                  for x, grad in ((q, grad_q), (k, grad_k)))

@@ -4,15 +4,25 @@
 """
 
 from math import prod
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
+from ..backend import choose
 from ..newton_schulz import default_iters
 from ..precision import autocast_off, compute_dtype
-from . import torch_impl
+from . import cpu_impl, torch_impl
+from .tiles import empty_tokens
+
+
+def _implementation(q: Tensor, landmarks: Tensor, normalize: str) -> ModuleType:
+    """The module whose ``nystrom_attention`` serves inputs like these."""
+    implementations = {'torch': torch_impl, 'cpu': cpu_impl}
+    chosen = choose('nystrom_attention', q, implementations)
+    return chosen if chosen.serves(landmarks, normalize) else torch_impl
 
 
 def _kept_shapes(q: Tensor, v: Tensor, landmarks: Tensor,
@@ -33,11 +43,11 @@ def nystrom_attention(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor, kernel
     """
     if not q.shape[0] * q.shape[2]:
         dtype = compute_dtype(q)
-        return [v.new_empty(v.shape), *(v.new_zeros(shape, dtype=dtype)
+        return [empty_tokens(v), *(v.new_zeros(shape, dtype=dtype)
                                         for shape in _kept_shapes(q, v, landmarks, normalize))]
     with autocast_off(q):
-        out, kept = torch_impl.nystrom_attention(q, k, v, landmarks, kernel_scale, ridge,
-                                                 whiten_eps, solver_iters, kernel, normalize)
+        out, kept = _implementation(q, landmarks, normalize).nystrom_attention(
+            q, k, v, landmarks, kernel_scale, ridge, whiten_eps, solver_iters, kernel, normalize)
     return [out, *kept]
 
 
@@ -49,17 +59,17 @@ def nystrom_attention_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor
     """Gradients of q, k, v and landmarks."""
     inputs = q, k, v, landmarks
     if not q.shape[0] * q.shape[2]:
-        return tuple(x.new_zeros(x.shape) for x in inputs)
+        return *(empty_tokens(x).zero_() for x in inputs[:3]), landmarks.new_zeros(landmarks.shape)
     with autocast_off(q):
-        return torch_impl.nystrom_attention_backward(grad_out, *inputs, kept, kernel_scale,
-                                                     whiten_eps, kernel, normalize)
+        return _implementation(q, landmarks, normalize).nystrom_attention_backward(
+            grad_out, *inputs, kept, kernel_scale, whiten_eps, kernel, normalize)
 
 
 @nystrom_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor, kernel_scale: float, ridge: float,
       whiten_eps: float, solver_iters: int | None, kernel: str, normalize: str) -> list[Tensor]:
     dtype = compute_dtype(q)
-    return [v.new_empty(v.shape), *(v.new_empty(shape, dtype=dtype)
+    return [empty_tokens(v), *(v.new_empty(shape, dtype=dtype)
                                     for shape in _kept_shapes(q, v, landmarks, normalize))]
 
 
@@ -67,7 +77,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor, kernel_scale: float, r
 def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor, kept: list[Tensor],
       kernel_scale: float, whiten_eps: float, kernel: str,
       normalize: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, landmarks))
+    return *map(empty_tokens, (q, k, v)), landmarks.new_empty(landmarks.shape)
 
 
 def _setup_context(ctx: FunctionCtx, inputs: tuple, output: list[Tensor]) -> None:

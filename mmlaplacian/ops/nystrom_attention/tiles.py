@@ -33,6 +33,13 @@ def image_slices(tokens: Tensor, m: int) -> list[slice]:
     return [slice(first, min(first + length, batch)) for first in range(0, batch, length)]
 
 
+def empty_tokens(x: Tensor) -> Tensor:
+    """Memory for a tensor like ``(B, h, N, d)``, with a token's heads beside each other: as a
+    layer's channels, so that merging heads copies nothing."""
+    batch, heads, n, d = x.shape
+    return x.new_empty(batch, n, heads, d).transpose(1, 2)
+
+
 def tile_of(x: Tensor, rows: slice) -> Tensor:
     """Tokens ``rows`` of ``(B, h, N, d)`` in the compute dtype, ``(G, rows, d)``."""
     return x[:, :, rows].to(compute_dtype(x)).flatten(0, 1)

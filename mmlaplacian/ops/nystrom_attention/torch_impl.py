@@ -11,6 +11,7 @@ from . import row, unnormalized, whiten
 from .tiles import (
     GradientTiles,
     KernelTiles,
+    empty_tokens,
     image_slices,
     kernel_matrix,
     kernel_matrix_backward,
@@ -18,6 +19,11 @@ from .tiles import (
 )
 
 MAPS = {'whiten': whiten, 'row': row, 'none': unnormalized}
+
+
+def serves(landmarks: Tensor, normalize: str) -> bool:
+    """Any map and any number of landmarks."""
+    return True
 
 
 def nystrom_attention(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor, kernel_scale: float,
@@ -35,7 +41,7 @@ def nystrom_attention(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor, kernel
     w = kernel_matrix(marks, marks, kernel_scale, kernel)
     ridged = w + ridge * torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
     p = solver.newton_schulz_inverse(ridged, solver_iters, ridge)
-    out = v.new_empty(v.shape)
+    out = empty_tokens(v)
     states = []
     for images, groups in _slices(q, landmarks):
         q_part, k_part, v_part = (x[images].contiguous() for x in (q, k, v))
@@ -53,7 +59,7 @@ def nystrom_attention_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor
     """Gradients of q, k, v and landmarks from the output's and what the forward kept."""
     w, p, *state = kept
     marks = tile_of(landmarks, slice(None)).contiguous()
-    grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
+    grad_q, grad_k, grad_v = map(empty_tokens, (q, k, v))
     grad_p, grad_marks = torch.empty_like(p), torch.zeros_like(marks)
     for images, groups in _slices(q, landmarks):
         q_part, k_part, v_part, grad_part = (x[images].contiguous() for x in (q, k, v, grad_out))
