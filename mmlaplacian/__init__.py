@@ -1,7 +1,7 @@
 """Laplacian linear attention for OpenMMLab.
 
-Importing the package registers its models and hooks in MMEngine's root registries where
-MMEngine is installed. The operators in :mod:`mmlaplacian.ops` need torch alone.
+Importing the package registers its models, hooks and optimizer constructor in MMEngine's root
+registries where MMEngine is installed. The operators in :mod:`mmlaplacian.ops` need torch alone.
 """
 
 from importlib.util import find_spec
@@ -13,5 +13,7 @@ __all__ = ['__version__']
 if find_spec('mmengine') is not None:
     from .hooks import ZeroAttentionHook
     from .models import LaplacianAttention, LaplacianFormer
+    from .optim import LayerDecayOptimWrapperConstructor
 
-    __all__ += ['LaplacianAttention', 'LaplacianFormer', 'ZeroAttentionHook']
+    __all__ += ['LaplacianAttention', 'LaplacianFormer', 'LayerDecayOptimWrapperConstructor',
+                'ZeroAttentionHook']

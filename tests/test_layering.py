@@ -18,9 +18,10 @@ ALLOWED = {
     'ops': {'torch'},
     'models': {'torch', 'mmengine', 'mmcv', 'mmlaplacian.ops'},
     'hooks': {'torch', 'mmengine', 'mmlaplacian.models'},
+    'optim': {'torch', 'mmengine'},
     # The one importer of CuPy, and of NumPy, which comes with it.
     'ops.cupy_runtime': {'torch', 'cupy', 'numpy'},
-    '': {'mmlaplacian.hooks', 'mmlaplacian.models', 'mmlaplacian.version'},
+    '': {'mmlaplacian.hooks', 'mmlaplacian.models', 'mmlaplacian.optim', 'mmlaplacian.version'},
 }
 
 

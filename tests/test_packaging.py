@@ -98,8 +98,8 @@ def test_wheel_requires_torch_alone_and_bounds_nothing(metadata: Message) -> Non
     optional = [text for text in requirements if 'extra == "lint"' not in text]
     assert not any(sign in text.partition(';')[0] for text in optional for sign in '<=~!')
     assert metadata['Requires-Python'] == '>=3.10'
-    assert set(metadata.get_all('Provides-Extra')) == {'openmmlab', 'cuda12', 'cuda13', 'test',
-                                                       'bench', 'lint'}
+    assert set(metadata.get_all('Provides-Extra')) == {'openmmlab', 'segmentation', 'cuda12',
+                                                       'cuda13', 'test', 'bench', 'lint'}
 
 
 def test_wheel_has_the_version_of_the_package(metadata: Message) -> None:

@@ -1,0 +1,4 @@
+"""LaplacianFormer-large on ImageNet-1k, 300 epochs (8 GPUs x 128 images)."""
+_base_ = './laplacian_t_in1k.py'
+
+model = dict(backbone=dict(arch='large', drop_path_rate=0.4))

@@ -1,0 +1,4 @@
+"""RetinaNet with LaplacianFormer-medium on COCO, 1x (8 GPUs x 2 images)."""
+_base_ = './retinanet_laplacian_t.py'
+
+model = dict(backbone=dict(arch='medium', drop_path_rate=0.3))
