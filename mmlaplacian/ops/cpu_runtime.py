@@ -77,8 +77,8 @@ def _run(command: Sequence[str], text: str = '') -> str:
         UnsupportedError: It does not start, fails, or takes too long.
     """
     try:
-        result = subprocess.run(command, input=text, capture_output=True, text=True,
-                                check=False, timeout=_COMPILE_SECONDS)
+        result = subprocess.run(command, input=text, capture_output=True, encoding='utf-8',
+                                errors='replace', check=False, timeout=_COMPILE_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnsupportedError(f'the C compiler {command[0]} cannot be run: {error}') from error
     if result.returncode:
@@ -91,14 +91,18 @@ def _run(command: Sequence[str], text: str = '') -> str:
 
 
 def _find_compiler() -> _Compiler:
-    wanted = shlex.split(os.environ.get('CC', ''))
+    try:
+        wanted = shlex.split(os.environ.get('CC', ''))
+    except ValueError as error:
+        raise UnsupportedError("the CPU kernels need a C compiler, but the environment variable "
+                               f"CC is {os.environ['CC']!r}: {error}") from error
     for command in ([wanted] if wanted else [['cc'], ['gcc'], ['clang']]):
         if shutil.which(command[0]):
             macros = _run([*command, '-march=native', '-dM', '-E', '-x', 'c', '-'])
             return _Compiler(tuple(command), macros)
-    looked_for = f'{wanted[0]}, from the environment variable CC,' if wanted \
-        else 'none of cc, gcc and clang'
-    raise UnsupportedError(f'the CPU kernels need a C compiler, but {looked_for} is on PATH: '
+    missing = f'{wanted[0]}, from the environment variable CC, is not' if wanted \
+        else 'none of cc, gcc and clang is'
+    raise UnsupportedError(f'the CPU kernels need a C compiler, but {missing} on PATH: '
                            'install gcc')
 
 
@@ -149,19 +153,22 @@ def _build(text: str, compiler: _Compiler, flags: Sequence[str], target: Path) -
     """Compiles ``text`` and puts the library in its place in one step.
 
     Raises:
-        OSError: The folder cannot be written.
+        OSError: The folder cannot be written, or has no room.
         UnsupportedError: The compiler fails.
     """
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix='build-') as folder:
+    # Not in the target's folder: where that is full, the compiler would seem to fail.
+    with tempfile.TemporaryDirectory(prefix='mmlaplacian-') as folder:
         compiled, linked = (str(Path(folder) / name) for name in ('kernels.o', 'kernels.so'))
         _run([*compiler.command, *flags, '-x', 'c', '-c', '-', '-o', compiled], text)
         # Without -fopenmp, which would name a runtime as a dependency.
         _run([*compiler.command, '-shared', compiled, '-o', linked])
+        library = Path(linked).read_bytes()
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix='build-') as folder:
+        new = Path(folder) / target.name
         # A loader ignores what follows the library's own content.
-        with open(linked, 'ab') as file:
-            file.write(hashlib.sha256(Path(linked).read_bytes()).digest())
-        os.chmod(linked, 0o600)
-        os.replace(linked, target)
+        new.write_bytes(library + hashlib.sha256(library).digest())
+        new.chmod(0o600)
+        os.replace(new, target)
 
 
 def _loaded_from(folder: Path, name: str, text: str, compiler: _Compiler,

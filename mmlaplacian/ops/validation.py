@@ -11,9 +11,12 @@ from torch import Tensor
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+# What the ops compute with in float32: reciprocals and products of smaller ones are not finite.
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max
+
 
 def positive_number(name: str, value: object) -> float:
-    """Returns ``value`` as a Python float when it is a positive, finite number.
+    """Returns ``value`` as a Python float when it is a positive normal number of float32.
 
     Args:
         name: Argument name for the message.
@@ -22,7 +25,7 @@ def positive_number(name: str, value: object) -> float:
 
     Raises:
         TypeError: ``value`` is not a real number.
-        ValueError: ``value`` is not positive and finite.
+        ValueError: ``value`` is not positive and finite, or outside float32's normal numbers.
     """
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool:
@@ -34,23 +37,29 @@ def positive_number(name: str, value: object) -> float:
         raise TypeError(f'{name} must be a positive number, got {value!r} of type '
                         f'{type(value).__name__}')
     number = float(value)
-    if not (number > 0 and math.isfinite(number)):
+    # By comparison: math.isfinite would break the graph of torch.compile, where it is symbolic.
+    if not 0 < number < math.inf:
         raise ValueError(f'{name} must be positive and finite, got {value!r}')
+    if not _SMALLEST <= number <= _LARGEST:
+        raise ValueError(f'{name} must be from {_SMALLEST:.3g} to {_LARGEST:.3g}, the normal '
+                         f'numbers of float32, got {value!r}')
     return number
 
 
 def integer_at_least(name: str, value: object, minimum: int) -> int:
-    """Returns ``value`` as an int when it is a whole number >= ``minimum``.
+    """Returns ``value`` as an int when it is a whole number >= ``minimum`` that 64 bits hold.
 
     Raises:
         TypeError: ``value`` is not an integer.
-        ValueError: ``value`` is below ``minimum``.
+        ValueError: ``value`` is below ``minimum`` or above 2^63 - 1.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f'{name} must be an integer >= {minimum}, got {value!r} of type '
                         f'{type(value).__name__}')
     if value < minimum:
         raise ValueError(f'{name} must be an integer >= {minimum}, got {value}')
+    if value >= 2**63:
+        raise ValueError(f'{name} must be an integer below 2^63, got {value}')
     return int(value)
 
 

@@ -1,5 +1,6 @@
 """The C form of the kernels against the float64 reference, at sizes that miss every tile."""
 
+import ctypes
 import platform
 import shutil
 import subprocess
@@ -248,6 +249,18 @@ def test_b45_no_size_or_offset_is_narrowed_to_32_bits():
     assert narrowed != text
     result = subprocess.run(command, input=narrowed, text=True, capture_output=True, check=False)
     assert result.returncode and 'conversion' in result.stderr
+
+
+def test_b45_sizes_are_passed_in_64_bits(monkeypatch):
+    """A larger tensor than memory holds, whose data nobody reads."""
+    passed = []
+    monkeypatch.setattr(cpu_runtime, 'call', lambda source, name, arguments:
+                        passed.append([x for x in arguments if isinstance(x, ctypes.c_int64)]))
+    q = torch.empty(1).expand(1, 1, 2**33, 16)
+    k = torch.zeros(1, 1, 2, 16)
+    monkeypatch.setattr(torch.Tensor, 'new_empty', lambda x, *shape: torch.empty(1))
+    cpu_impl.kernel_matrix(q, k, 4.0, 'laplacian')
+    assert [x.value for x in passed[0]] == [1, 2**33, 2, 16]
 
 
 # Every tensor ends where a page without access begins.

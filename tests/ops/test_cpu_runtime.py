@@ -1,5 +1,6 @@
 """Compiling, caching and calling C text: what can go wrong on a user's machine."""
 
+import errno
 import multiprocessing
 import os
 import shutil
@@ -36,6 +37,15 @@ void team(int *size, int threads) {
 }
 void fill(float *to, float value, int64_t count) {
     for (int64_t i = 0; i < count; ++i) to[i] = value;
+}
+void weighted_sum(const float *x, const int64_t *weights, int64_t count, double *sum) {
+    for (int64_t i = 0; i < count; ++i) *sum += x[i] * (double)weights[i];
+}
+void reverse(const float *x, float *y, float *scratch, int64_t *floats, int64_t count) {
+    *floats = count;
+    if (!scratch) return;
+    memcpy(scratch, x, sizeof(float) * (size_t)count);
+    for (int64_t i = 0; i < count; ++i) y[i] = scratch[count - 1 - i];
 }
 """
 FORK = multiprocessing.get_context('fork')
@@ -169,6 +179,28 @@ def test_no_home_folder(sources, monkeypatch):
     assert filled(6.) == 6
 
 
+def test_a_folder_without_room_is_passed_by(sources, cache, monkeypatch):
+    """The compiled file then serves this process alone."""
+    write = Path.write_bytes
+
+    def full(path, content):
+        if cache in path.parents:
+            raise OSError(errno.ENOSPC, 'No space left on device')
+        return write(path, content)
+
+    monkeypatch.setattr(Path, 'write_bytes', full)
+    assert filled(2.) == 2 and list(cache.iterdir()) == []
+
+
+def test_a_compiler_may_say_anything(cache, monkeypatch, tmp_path):
+    compiler = tmp_path / 'compiler'
+    compiler.write_bytes(b'#!/bin/sh\nprintf "error: gr\\366\\337e" >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv('CC', str(compiler))
+    with pytest.raises(UnsupportedError, match='cannot compile for this processor: error: gr'):
+        cpu_impl.check(torch.zeros(1, 1, 2, 3))
+
+
 def _load_in_child(barrier, results) -> None:
     barrier.wait(30)
     results.put(filled(7.))
@@ -189,7 +221,8 @@ def test_several_processes_at_once(sources, cache):
 
 @pytest.mark.parametrize('variables, message', [
     ({'PATH': ''}, 'need a C compiler, but none of cc, gcc and clang is on PATH'),
-    ({'CC': 'no-such-cc -m64'}, 'but no-such-cc, from the environment variable CC, is on PATH'),
+    ({'CC': 'no-such-cc -m64'}, 'no-such-cc, from the environment variable CC, is not on PATH'),
+    ({'CC': 'gcc "'}, 'variable CC is .gcc ".: No closing quotation'),
     ({'CC': 'false'}, 'C compiler false cannot compile for this processor: exit status 1')])
 def test_no_compiler(cache, monkeypatch, variables, message):
     monkeypatch.delenv('CC', raising=False)
@@ -211,6 +244,46 @@ def test_text_that_does_not_compile(sources):
 def test_python_values_are_refused(sources, argument):
     with pytest.raises(TypeError, match='must be a tensor, None or a ctypes scalar, got'):
         cpu_runtime.call('small', 'fill', (torch.zeros(3), c_float(1), argument))
+
+
+def test_arrays_of_ctypes_are_passed_by_their_address(sources):
+    x, total = torch.arange(4.) + 1, torch.zeros((), dtype=torch.float64)
+    weights = (c_int64 * 3)(2**40, -1, 7)
+    cpu_runtime.call('small', 'weighted_sum', (x, weights, c_int64(3), total))
+    assert total == 2**40 - 2 + 21
+
+
+def test_memory_of_the_size_that_the_function_says(sources, monkeypatch):
+    arguments = []
+    call = cpu_runtime.call
+    monkeypatch.setattr(cpu_runtime, 'call', lambda *all: (arguments.append(all[2]), call(*all)))
+    x, y = torch.arange(5.), torch.zeros(5)
+    cpu_runtime.call_with_scratch('small', 'reverse', (x, y), (c_int64(5), ))
+    assert y.tolist() == [4, 3, 2, 1, 0]
+    assert [a[2] is None for a in arguments] == [True, False]
+    assert arguments[1][2].shape == (5, ) and arguments[1][2].dtype == torch.float32
+
+
+def test_own_headers_come_once_in_the_place_of_the_first(sources):
+    (sources / 'inner.h').write_text('#include <math.h>\n#include "common.h"\nint inner;\n')
+    (sources / 'outer.h').write_text('int outer;\n#include "inner.h"\nint behind;\n')
+    (sources / 'whole.c').write_text(
+        '#include "outer.h"\n#include "inner.h"\n#include "outer.h"\nint last;\n')
+    text = cpu_runtime.source_text('whole')
+    lines = [line for line in text.splitlines() if line.startswith('int ')]
+    assert lines == ['int outer;', 'int inner;', 'int behind;', 'int last;']
+    assert text.count('enum { LANES = 16 };') == 1
+    assert '#include "' not in text and text.count('#include <math.h>') == 1
+
+
+@pytest.mark.parametrize('name, place', [('inner.h', 'inner.h:2'), ('whole.c', 'whole.c:4')])
+def test_errors_name_the_file_and_the_line(sources, name, place):
+    texts = {'inner.h': '/* one\n*/\n', 'whole.c': '#include "inner.h"\n#include "inner.h"\n\n'}
+    texts[name] = texts[name].replace('*/', 'two */ int x = ;') + 'int y = ;\n'
+    for file, text in texts.items():
+        (sources / file).write_text(text)
+    with pytest.raises(UnsupportedError, match=place):
+        cpu_runtime.library('whole')
 
 
 def test_threads_follow_torch(monkeypatch, set_threads):

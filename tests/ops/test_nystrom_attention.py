@@ -236,12 +236,13 @@ def test_nothing_kept_for_the_backward_is_quadratic(device):
 
 
 @normalizations
-@pytest.mark.parametrize('batch, n', [(0, 16), (1, 0)])
-def test_b43_empty(normalize, batch, n, device):
-    q, k, v = (torch.zeros(batch, 2, n, 8, device=device, requires_grad=True) for _ in range(3))
-    landmarks = torch.zeros(batch, 2, 4, 8, device=device, requires_grad=True)
+@pytest.mark.parametrize('batch, heads, n', [(0, 2, 16), (1, 0, 16), (1, 2, 0)])
+def test_b43_empty(normalize, batch, heads, n, device):
+    q, k, v = (torch.zeros(batch, heads, n, 8, device=device, requires_grad=True)
+               for _ in range(3))
+    landmarks = torch.zeros(batch, heads, 4, 8, device=device, requires_grad=True)
     out = nystrom_attention(q, k, v, landmarks, normalize=normalize)
-    assert out.shape == (batch, 2, n, 8)
+    assert out.shape == (batch, heads, n, 8)
     out.sum().backward()
     assert q.grad.shape == q.shape and (landmarks.grad == 0).all()
 
@@ -278,6 +279,10 @@ def tokens(n=4, d=8, heads=1, dtype=torch.float32):
     ((tokens(), ) * 4, dict(kernel='cosine'), ValueError, "'laplacian', 'gaussian'.*'cosine'"),
     ((tokens(), ) * 4, dict(normalize='softmax'), ValueError, "'whiten'.*'softmax'"),
     ((tokens(), ) * 4, dict(ridge=0), ValueError, 'ridge must be positive'),
+    ((tokens(), ) * 4, dict(ridge=1e39), ValueError, 'ridge must be from 1.18e-38 to 3.4e.38'),
+    ((tokens(), ) * 4, dict(kernel_scale=1e-40), ValueError, 'kernel_scale must be from'),
+    ((tokens(), ) * 4, dict(solver_iters=10**30), ValueError, 'an integer below 2.63'),
+    ((tokens()[..., :0], ) * 4, dict(), ValueError, 'd must be at least 1'),
     ((tokens(), ) * 4, dict(whiten_eps=-1e-5), ValueError, 'whiten_eps must be positive'),
     ((tokens(), ) * 4, dict(solver_iters=0), ValueError, 'solver_iters'),
 ])

@@ -102,6 +102,20 @@ def test_compiles_as_one_graph(name, dynamic):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_compiles_as_one_graph_with_options_as_symbols():
+    """A module's own numbers are symbolic where sizes are dynamic."""
+    torch._dynamo.reset()
+
+    def function(q, k, v, landmarks, kernel_scale, ridge, whiten_eps):
+        return nystrom_attention(q, k, v, landmarks, kernel_scale, ridge, whiten_eps) \
+            + laplacian_kernel(q, k, kernel_scale).mean()
+
+    compiled = torch.compile(function, fullgraph=True, backend='eager', dynamic=True)
+    for n, options in ((20, (4., 1e-2, 1e-5)), (33, (3., 2e-2, 1e-4))):
+        leaves = inputs((1, 2, n, 8), (1, 2, n, 8), (1, 2, n, 6), (1, 2, 9, 8))
+        torch.testing.assert_close(compiled(*leaves, *options), function(*leaves, *options))
+
+
 def test_compiles_under_autocast():
     function, shapes = PUBLIC['nystrom_attention, whiten']
     torch._dynamo.reset()

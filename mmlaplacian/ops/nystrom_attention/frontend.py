@@ -62,6 +62,8 @@ def nystrom_attention(q: Tensor,
                           landmarks=landmarks.shape[:2])
     validation.check_same('tokens', q=q.shape[2:3], k=k.shape[2:3], v=v.shape[2:3])
     validation.check_same('d', q=q.shape[3:], k=k.shape[3:], landmarks=landmarks.shape[3:])
+    if q.shape[3] == 0:
+        raise ValueError(f'd must be at least 1, got q of shape {tuple(q.shape)}')
     if landmarks.shape[2] == 0:
         raise ValueError('landmarks must hold at least one token, got shape '
                          f'{tuple(landmarks.shape)}')

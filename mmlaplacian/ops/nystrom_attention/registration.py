@@ -41,7 +41,7 @@ def nystrom_attention(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor, kernel
 
     Arguments as of :func:`mmlaplacian.ops.nystrom_attention`, tensors of one dtype.
     """
-    if not q.shape[0] * q.shape[2]:
+    if not prod(q.shape[:3]):
         dtype = compute_dtype(q)
         return [empty_tokens(v), *(v.new_zeros(shape, dtype=dtype)
                                         for shape in _kept_shapes(q, v, landmarks, normalize))]
@@ -58,7 +58,7 @@ def nystrom_attention_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor
                                normalize: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and landmarks."""
     inputs = q, k, v, landmarks
-    if not q.shape[0] * q.shape[2]:
+    if not prod(q.shape[:3]):
         return *(empty_tokens(x).zero_() for x in inputs[:3]), landmarks.new_zeros(landmarks.shape)
     with autocast_off(q):
         return _implementation(q, landmarks, normalize).nystrom_attention_backward(
