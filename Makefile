@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help env demo test test-gpu soak bench lint
+.PHONY: help env demo test test-gpu soak bench pretraining lint
 
 help:
 	@echo 'make demo   make .venv and the demo data, train, evaluate, draw'
@@ -11,6 +11,7 @@ help:
 	@echo 'make test-gpu   the tests of the CUDA kernels, on an NVIDIA GPU: an error where there is none'
 	@echo 'make soak   every combination of sizes of the CUDA kernels: longer than make test'
 	@echo 'make bench  time ops and backbones against their peers on this CPU, into work_dirs/bench: about 10 minutes'
+	@echo 'make pretraining   the shapes detector from scratch and from a classifier, three seeds: about half an hour'
 	@echo 'make lint   check the style with ruff'
 	@echo 'make env    only make .venv'
 	@echo '.venv is made once, and make demo skips finished steps. PYTHON=python3.11 chooses the interpreter of a new .venv.'
@@ -34,6 +35,9 @@ bench: env
 	@.venv/bin/python -c 'import matplotlib, pykeops, sklearn, timm' 2>/dev/null || \
 	  .venv/bin/python -m pip install --no-build-isolation --editable '.[bench]'
 	@.venv/bin/python benchmarks/bench.py $(ARGS)
+
+pretraining: env
+	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-3000} .venv/bin/python tools/analysis/pretraining_table.py $(ARGS)
 
 lint: env
 	@.venv/bin/python -c 'import ruff' 2>/dev/null || \

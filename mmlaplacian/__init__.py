@@ -11,9 +11,9 @@ from .version import __version__
 __all__ = ['__version__']
 
 if find_spec('mmengine') is not None:
-    from .hooks import ZeroAttentionHook
+    from .hooks import EpochSeedHook, ZeroAttentionHook
     from .models import LaplacianAttention, LaplacianFormer
     from .optim import LayerDecayOptimWrapperConstructor
 
-    __all__ += ['LaplacianAttention', 'LaplacianFormer', 'LayerDecayOptimWrapperConstructor',
-                'ZeroAttentionHook']
+    __all__ += ['EpochSeedHook', 'LaplacianAttention', 'LaplacianFormer',
+                'LayerDecayOptimWrapperConstructor', 'ZeroAttentionHook']

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
-from cli import UserError
+import torch
+from building import config_errors_explained
+from cli import UserError, one_line, walk_dicts
+from mmengine.registry import MODELS
 from mmengine.runner import CheckpointLoader
 from torch import nn
 
@@ -39,12 +42,53 @@ def load_checkpoint(path: str) -> dict:
     require_checkpoint(path)
     try:
         checkpoint = CheckpointLoader.load_checkpoint(path, map_location='cpu', logger='silent')
-    except (RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
-        raise UserError(f'checkpoint {path} cannot be read: {error}') from error
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError,
+            pickle.UnpicklingError) as error:
+        raise UserError(f'checkpoint {path} cannot be read: {one_line(error)}') from error
     if not isinstance(checkpoint, dict):
         raise UserError(f'checkpoint {path} holds a {type(checkpoint).__name__}, not a dict of '
                         'weights')
     return checkpoint
+
+
+def is_laplacian_former(model: object) -> bool:
+    """Whether settings of a model are those of this project's backbone."""
+    kind = model.get('type') if isinstance(model, dict) else None
+    return getattr(kind, '__name__', str(kind)).split('.')[-1] == 'LaplacianFormer'
+
+
+def check_pretrained(model: dict, config_path: str) -> None:
+    """Refuses a file of ``init_cfg`` that does not exist or does not fit a LaplacianFormer.
+
+    Args:
+        model: Settings of the model.
+        config_path: The config file, for messages.
+
+    Raises:
+        UserError: With the path.
+    """
+    for _, node in walk_dicts(model):
+        if node.get('type') == 'Pretrained' and node.get('checkpoint'):
+            require_checkpoint(node['checkpoint'])
+    for _, node in walk_dicts(model):
+        if is_laplacian_former(node):
+            entries = node.get('init_cfg')
+            for entry in entries if isinstance(entries, (list, tuple)) else [entries]:
+                if isinstance(entry, dict) and entry.get('type') == 'Pretrained' \
+                        and entry.get('checkpoint'):
+                    _check_backbone_file(node, entry, config_path)
+
+
+def _check_backbone_file(backbone: dict, init_cfg: dict, config_path: str) -> None:
+    # The config has imported it; a config without it needs none.
+    from mmlaplacian.models.pretrained import matching_tensors
+    path = init_cfg['checkpoint']
+    with config_errors_explained(config_path), torch.device('meta'):
+        module = MODELS.build(backbone)
+    try:
+        matching_tensors(module, load_checkpoint(path), path, init_cfg.get('prefix'))
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def check_checkpoint_classes(checkpoint: dict, classes: tuple[str, ...], path: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cli import UserError, one_line
 from mmengine.config import Config
+from mmengine.device import get_device
 from mmengine.runner import Runner
 from yaml import YAMLError
 
@@ -110,6 +111,21 @@ def merge_cfg_options(cfg: Config, options: dict | None) -> None:
         given = ' '.join(f'{key}={value}' for key, value in options.items())
         raise UserError(
             f'--cfg-options {given} does not fit the config: {one_line(error)}') from error
+
+
+def is_classifier(cfg: Config) -> bool:
+    """Whether a config is one of mmpretrain."""
+    return cfg.get('default_scope') == 'mmpretrain'
+
+
+def set_loader_defaults(cfg: Config) -> None:
+    """Fills in what mmpretrain's own tools add to the data loaders of a config."""
+    for name in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
+        loader = cfg.get(name)
+        if loader:
+            loader.setdefault('pin_memory', get_device() != 'cpu')
+            loader.setdefault('persistent_workers', loader.get('num_workers', 0) > 0)
+            loader.setdefault('collate_fn', dict(type='default_collate'))
 
 
 def set_work_dir(cfg: Config, config_path: str, work_dir: str | None) -> None:

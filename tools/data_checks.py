@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from checkpoints import require_checkpoint
+from class_folders import class_folders, dataset_kind, image_folder
 from cli import UserError, walk_dicts
 from coco_file import category_names, load_json
 from mmengine.config import Config
@@ -30,10 +30,8 @@ def check_data_present(cfg: Config, splits: Sequence[str]) -> None:
         for dataset in _datasets(cfg, split):
             if _is_remote(dataset):
                 continue
-            paths = [_joined(dataset, dataset['ann_file'])]
-            image_dir = (dataset.get('data_prefix') or {}).get('img')
-            if image_dir is not None:
-                paths.append(_joined(dataset, image_dir))
+            names = [dataset.get('ann_file') or None, _image_dir(dataset)]
+            paths = [_joined(dataset, name) for name in names if name is not None]
             missing.update((path, None) for path in paths if not _present(path))
         for _, node in walk_dicts(cfg.get(f'{split}_evaluator')):
             path = node.get('ann_file')
@@ -62,10 +60,9 @@ def check_class_names(cfg: Config, splits: Sequence[str]) -> None:
     read: dict[Path, tuple[str, ...]] = {}
     for split in splits:
         for dataset in _datasets(cfg, split):
-            kind = getattr(dataset['type'], '__name__', dataset['type']).split('.')[-1]
-            path = Path(_joined(dataset, dataset['ann_file']))
-            if kind != 'CocoDataset' or _is_remote(dataset):
+            if not _is_coco(dataset) or _is_remote(dataset):
                 continue
+            path = Path(_joined(dataset, dataset['ann_file']))
             classes = _class_names(dataset, split)
             if path.is_file() and path.stat().st_size <= _MAX_BYTES_TO_READ:
                 if path not in read:
@@ -74,21 +71,13 @@ def check_class_names(cfg: Config, splits: Sequence[str]) -> None:
             _compare_heads(cfg, classes, split)
 
 
-def check_pretrained_present(cfg: Config) -> None:
-    """Refuses ``init_cfg`` that names a checkpoint which does not exist.
-
-    Raises:
-        UserError: With the path.
-    """
-    for _, node in walk_dicts(cfg.model):
-        if node.get('type') == 'Pretrained' and node.get('checkpoint'):
-            require_checkpoint(node['checkpoint'])
-
-
 def class_names(cfg: Config, split: str) -> tuple[str, ...]:
-    """Class names of the first data set of a split, or () if it has none."""
+    """Class names of the first data set of a split, or () if it has none that are known."""
     for dataset in _datasets(cfg, split):
-        return _class_names(dataset, split)
+        if _is_coco(dataset) or (dataset.get('metainfo') or {}).get('classes') is not None:
+            return _class_names(dataset, split)
+        # ImageNet's folders have other names than its classes.
+        return (class_folders(dataset) if dataset_kind(dataset) == 'CustomDataset' else None) or ()
     return ()
 
 
@@ -96,6 +85,12 @@ def _where_data_goes(missing: list[str]) -> str:
     if any('shapes' in Path(path).parts for path in missing):
         return ('Make it: python tools/make_shapes_dataset.py, or run `make demo`, which makes '
                 'it, trains and draws.')
+    if any('shape_classes' in Path(path).parts for path in missing):
+        return 'Make it: python tools/make_shape_classes.py'
+    if any('imagenet' in part for path in missing for part in Path(path).parts):
+        return ('ImageNet-1k (https://image-net.org) goes to data/imagenet, as '
+                'data/imagenet/train/CLASS/ and data/imagenet/val/CLASS/; a symbolic link will '
+                'do, and so will your own images in that layout.')
     own = ('To train on your own COCO-format data add --data ROOT --train-ann A.json --val-ann '
            'B.json. `make demo` needs no data at all.')
     if any('coco' in part for path in missing for part in Path(path).parts):
@@ -109,8 +104,20 @@ def _datasets(cfg: Config, split: str) -> Iterator[dict]:
     loader = cfg.get(f'{split}_dataloader')
     if loader:
         for _, node in walk_dicts(loader.dataset):
-            if node.get('ann_file'):
+            if node.get('ann_file') or ('type' in node and image_folder(node) is not None):
                 yield node
+
+
+def _is_coco(dataset: dict) -> bool:
+    return dataset_kind(dataset) == 'CocoDataset'
+
+
+def _image_dir(dataset: dict) -> str | None:
+    folder = image_folder(dataset)
+    if folder is not None:
+        return folder
+    prefix = dataset.get('data_prefix')
+    return prefix.get('img') if isinstance(prefix, dict) else None
 
 
 def _joined(dataset: dict, path: str) -> str:

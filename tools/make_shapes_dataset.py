@@ -32,27 +32,35 @@ Example::
 import argparse
 import json
 import math
-import os
-import shutil
-import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-import cv2
 import numpy as np
+from generated_set import (
+    COUNT_LIMITS,
+    SEED_LIMITS,
+    GeneratedSet,
+    check_limits,
+    exit_status,
+    stop_on_signals,
+    track,
+)
 from PIL import Image
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from shapely.affinity import translate
+from shape_drawing import (
+    CATEGORIES,
+    MIN_GAP,
+    SPLITS,
+    Shape,
+    box_sides,
+    draw_outline,
+    paint_scene,
+    place_shape,
+    random_stream,
+)
 from shapely.geometry import MultiPolygon, Polygon
 from shapely.geometry.polygon import orient
-
-CATEGORIES = ('circle', 'square', 'triangle')
-SPLITS = ('train', 'val')
 
 OBJECTS_PER_IMAGE = (3, 6)
 MIN_SIDE, MAX_SIDE = 12.0, 64.0  # px, longer side of an object's box
@@ -62,68 +70,9 @@ MIN_VISIBLE_SHORT_SIDE = 8.0  # px
 MIN_PART_AREA = 12.0  # px^2, of each piece a covered shape falls into
 OVERLAP_SHARE = (0.1, 0.5)  # intersection over the smaller of the two shapes
 EXTRA_OVERLAP_PROBABILITY = 0.2  # of each object after the first pair
-MIN_GAP = 2.0  # px between shapes that do not overlap
-BORDER = 1.0  # px kept free along the image border
-CIRCLE_VERTICES = 48  # the polygon holds 99.7 % of the disc
-MIN_BACKGROUND_CONTRAST = 110.0  # Euclidean RGB distance of base colours, 0 to 441
-MIN_SHAPE_CONTRAST = 80.0
 
 IMAGE_SIZE_LIMITS = (128, 1024)
-COUNT_LIMITS = (1, 100_000)
-SEED_LIMITS = (0, 2**32 - 1)
-
-GENERATOR = 'make_shapes_dataset'
 VERSION = 1  # raise it whenever the same arguments give other data
-MARKER = 'shapes_dataset.json'
-STAGING = f'.{GENERATOR}.partial'
-
-
-class UserError(Exception):
-    """A mistake the user can put right; its text is the one sentence to show."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One drawn object.
-
-    Attributes:
-        category: Index into `CATEGORIES`.
-        outline: Full outline in px, covered parts included.
-        radius: Radius in px of a circle, 0 for the others.
-    """
-
-    category: int
-    outline: Polygon
-    radius: float = 0.0
-
-    @property
-    def side(self) -> float:
-        """Longer side of the outline's box in px."""
-        return max(box_sides(self.outline))
-
-    def coverage(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Anti-aliased share of each pixel that the shape covers.
-
-        Args:
-            x: Pixel centres along x in px, shape (1, W).
-            y: Pixel centres along y in px, shape (H, 1).
-
-        Returns:
-            Shares in [0, 1], shape (H, W); 0.5 is the outline.
-        """
-        if self.radius:
-            centre = self.outline.centroid
-            distance = np.hypot(x - centre.x, y - centre.y) - self.radius
-        else:
-            # Signed distance to a convex outline: the largest over its edges' half planes.
-            corners = np.asarray(orient(self.outline).exterior.coords)
-            starts, edges = corners[:-1], np.diff(corners, axis=0)
-            normals = np.stack([edges[:, 1], -edges[:, 0]], axis=1)
-            normals /= np.linalg.norm(normals, axis=1, keepdims=True)
-            offsets = (normals * starts).sum(axis=1)
-            distance = np.max([nx * x + ny * y - offset
-                               for (nx, ny), offset in zip(normals, offsets, strict=True)], axis=0)
-        return np.clip(0.5 - distance, 0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -143,12 +92,6 @@ class Sample:
     labels: np.ndarray
 
 
-def box_sides(region: Polygon | MultiPolygon) -> tuple[float, float]:
-    """Width and height in px of the region's box."""
-    left, top, right, bottom = region.bounds
-    return right - left, bottom - top
-
-
 def overlap_share(first: Polygon, second: Polygon) -> float:
     """Intersection of two outlines over the area of the smaller one."""
     return first.intersection(second).area / min(first.area, second.area)
@@ -160,34 +103,7 @@ def overlap_share(first: Polygon, second: Polygon) -> float:
 def draw_shape(rng: np.random.Generator) -> Shape:
     """Draw a category, size and rotation; the shape's box is centred on the origin."""
     category = int(rng.integers(len(CATEGORIES)))
-    side = rng.uniform(*DRAWN_SIDE)
-    if CATEGORIES[category] == 'circle':
-        # One vertex on each axis, so that polygon and disc have the same box.
-        angles = np.arange(CIRCLE_VERTICES) * (2 * math.pi / CIRCLE_VERTICES)
-    elif CATEGORIES[category] == 'square':
-        angles = rng.uniform(0, math.pi / 2) + np.arange(4) * (math.pi / 2)
-    else:
-        jitter = rng.uniform(-math.pi / 9, math.pi / 9, size=3)
-        angles = rng.uniform(0, 2 * math.pi) + np.arange(3) * (2 * math.pi / 3) + jitter
-    corners = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    low, high = corners.min(axis=0), corners.max(axis=0)
-    corners = (corners - (low + high) / 2) * (side / (high - low).max())
-    radius = side / 2 if CATEGORIES[category] == 'circle' else 0.0
-    return Shape(category, Polygon(corners), radius)
-
-
-def place_shape(rng: np.random.Generator, shape: Shape, image_size: int,
-                near: Shape | None) -> Shape:
-    """Move a shape to a random place inside the image, close to `near` if one is given."""
-    half = np.array(box_sides(shape.outline)) / 2
-    low, high = half + BORDER, image_size - half - BORDER
-    if near is None:
-        centre = rng.uniform(low, high)
-    else:
-        reach = (near.side + shape.side) / 2
-        target = np.array(near.outline.centroid.coords[0])
-        centre = np.clip(target + rng.uniform(-reach, reach, size=2), low, high)
-    return Shape(shape.category, translate(shape.outline, *centre), shape.radius)
+    return draw_outline(rng, category, rng.uniform(*DRAWN_SIDE))
 
 
 def visible_regions(shapes: list[Shape]) -> list[MultiPolygon]:
@@ -250,97 +166,6 @@ def compose_shapes(rng: np.random.Generator, image_size: int) -> list[Shape]:
     raise RuntimeError(f'no arrangement of shapes found for image size {image_size}')
 
 
-# Pixels ---------------------------------------------------------------------------------------
-
-
-def smooth_noise(rng: np.random.Generator, image_size: int, cells: int) -> np.ndarray:
-    """Noise in [0, 1] with about `cells` blobs along a side, shape (H, W)."""
-    grid = rng.random((cells + 1, cells + 1))
-    noise = cv2.resize(grid, (image_size, image_size), interpolation=cv2.INTER_CUBIC)
-    low, high = noise.min(), noise.max()
-    return (noise - low) / (high - low)
-
-
-def waves(rng: np.random.Generator, x: np.ndarray, y: np.ndarray, period: float) -> np.ndarray:
-    """Stripes in [0, 1] of a random direction; `period` in px, shape (H, W)."""
-    angle, phase = rng.uniform(0, 2 * math.pi, size=2)
-    along = x * math.cos(angle) + y * math.sin(angle)
-    return 0.5 + 0.5 * np.sin(along * (2 * math.pi / period) + phase)
-
-
-def draw_colour(rng: np.random.Generator, avoid: list[tuple[np.ndarray, float]]) -> np.ndarray:
-    """Draw an RGB colour in [20, 235] that keeps its distances.
-
-    Args:
-        rng: Random stream.
-        avoid: Pairs of a colour and the least Euclidean distance from it.
-
-    Returns:
-        The first of 64 colours that keeps all distances, else the one that comes closest to it.
-    """
-    colours = rng.uniform(20, 235, size=(64, 3))
-    slack = np.min([np.linalg.norm(colours - colour, axis=1) - distance
-                    for colour, distance in avoid], axis=0)
-    keeps = np.flatnonzero(slack >= 0)
-    return colours[keeps[0] if keeps.size else slack.argmax()]
-
-
-def paint_background(rng: np.random.Generator, x: np.ndarray,
-                     y: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Paint noise at several scales, stripes or a gradient, then distractor lines.
-
-    Args:
-        rng: Random stream.
-        x: Pixel centres along x in px, shape (1, W).
-        y: Pixel centres along y in px, shape (H, 1).
-
-    Returns:
-        Float RGB image in [0, 255], shape (H, W, 3), and the two colours it blends.
-    """
-    size = x.size
-    start = rng.uniform(30, 225, size=3)
-    direction = rng.normal(size=3)
-    end = np.clip(start + direction * (rng.uniform(50, 110) / np.linalg.norm(direction)), 10, 245)
-
-    noise = sum(weight * smooth_noise(rng, size, max(2, size // scale))
-                for weight, scale in ((0.5, 48), (0.3, 16), (0.2, 5)))
-    noise = (noise - noise.min()) / (noise.max() - noise.min())
-    kind = rng.choice(['noise', 'stripes', 'gradient'])
-    if kind == 'stripes':
-        blend = 0.6 * waves(rng, x, y, rng.uniform(6, 32)) + 0.4 * noise
-    elif kind == 'gradient':
-        blend = 0.6 * waves(rng, x, y, 2.5 * size) + 0.4 * noise
-    else:
-        blend = noise
-    image = start + (end - start) * blend[..., None]
-
-    for _ in range(int(rng.integers(2, 6))):
-        first, second = rng.uniform(0, size, size=(2, 2))
-        along = second - first
-        position = ((x - first[0]) * along[0] + (y - first[1]) * along[1]) / (along @ along)
-        position = np.clip(position, 0, 1)
-        distance = np.hypot(x - first[0] - position * along[0], y - first[1] - position * along[1])
-        alpha = np.clip(rng.uniform(0.4, 1.4) + 0.5 - distance, 0, 1) * rng.uniform(0.5, 0.9)
-        image += alpha[..., None] * (rng.uniform(0, 255, size=3) - image)
-    return image, [start, end]
-
-
-def paint_texture(rng: np.random.Generator, x: np.ndarray, y: np.ndarray,
-                  shape: Shape) -> np.ndarray:
-    """Brightness of a shape's own surface: flat, shaded, striped or blotchy, shape (H, W)."""
-    kind = rng.choice(['flat', 'shaded', 'striped', 'blotchy'], p=[0.4, 0.25, 0.2, 0.15])
-    strength = rng.uniform(20, 45)
-    if kind == 'shaded':
-        pattern = waves(rng, x, y, 2.5 * shape.side)
-    elif kind == 'striped':
-        pattern = waves(rng, x, y, rng.uniform(4, 10))
-    elif kind == 'blotchy':
-        pattern = smooth_noise(rng, x.size, x.size // 6)
-    else:
-        return np.zeros((y.size, x.size))
-    return strength * (pattern - 0.5)
-
-
 def make_sample(seed: int, split: str, index: int, image_size: int) -> Sample:
     """Make image `index` of a split.
 
@@ -353,24 +178,9 @@ def make_sample(seed: int, split: str, index: int, image_size: int) -> Sample:
     Returns:
         The image, its objects and their visible regions.
     """
-    entropy = np.random.SeedSequence([seed, SPLITS.index(split), index])
-    rng = np.random.default_rng(entropy)
+    rng = random_stream(seed, split, index)
     shapes = compose_shapes(rng, image_size)
-
-    centres = np.arange(image_size) + 0.5
-    x, y = centres[None, :], centres[:, None]
-    image, background = paint_background(rng, x, y)
-    labels = np.zeros((image_size, image_size), dtype=np.int64)
-    avoid = [(colour, MIN_BACKGROUND_CONTRAST) for colour in background]
-    for number, shape in enumerate(shapes, start=1):
-        colour = draw_colour(rng, avoid)
-        avoid.append((colour, MIN_SHAPE_CONTRAST))
-        surface = colour + paint_texture(rng, x, y, shape)[..., None]
-        coverage = shape.coverage(x, y)
-        image += coverage[..., None] * (surface - image)
-        labels[coverage >= 0.5] = number
-    image += rng.normal(scale=rng.uniform(2, 7), size=image.shape)
-    pixels = np.clip(np.rint(image), 0, 255).astype(np.uint8)
+    pixels, labels = paint_scene(rng, shapes, image_size)
     return Sample(pixels, shapes, visible_regions(shapes), labels)
 
 
@@ -395,27 +205,6 @@ def overlapped_count(shapes: list[Shape]) -> int:
     """Number of shapes that cover another one or are covered by one."""
     return sum(any(other is not shape and shape.outline.intersects(other.outline)
                    for other in shapes) for shape in shapes)
-
-
-def track(total: int, label: str) -> Iterator[int]:
-    """Yield 0 to `total - 1` with a progress bar, or with four lines where output is no terminal.
-
-    Args:
-        total: Number of steps.
-        label: Text in front of the bar.
-    """
-    console = Console()
-    if console.is_interactive:
-        columns = (TextColumn('{task.description}'), BarColumn(), MofNCompleteColumn(),
-                   TimeRemainingColumn())
-        with Progress(*columns, console=console) as progress:
-            yield from progress.track(range(total), description=label)
-        return
-    for index in range(total):
-        yield index
-        done = index + 1
-        if done * 4 // total > index * 4 // total:
-            print(f'{label}: {done}/{total} images', flush=True)
 
 
 @dataclass
@@ -472,55 +261,6 @@ def write_split(folder: Path, split: str, count: int, image_size: int, seed: int
 # Folder ---------------------------------------------------------------------------------------
 
 
-def read_marker(out: Path) -> dict[str, Any] | None:
-    """Content of the marker in `out`, or None where there is no marker of this tool."""
-    try:
-        marker = json.loads((out / MARKER).read_text(encoding='utf-8'))
-    except (FileNotFoundError, ValueError):
-        return None
-    is_own = isinstance(marker, dict) and marker.get('generator') == GENERATOR
-    return marker if is_own else None
-
-
-def write_marker(out: Path, complete: bool, arguments: dict[str, int]) -> None:
-    """Replace the marker in one step."""
-    marker = dict(generator=GENERATOR, version=VERSION, complete=complete, arguments=arguments)
-    temporary = out / STAGING / MARKER
-    temporary.write_text(json.dumps(marker, indent=2) + '\n', encoding='utf-8')
-    os.replace(temporary, out / MARKER)
-
-
-def find_foreign(out: Path, marker: dict[str, Any] | None) -> Path | None:
-    """First entry of `out` that this tool did not make, or None."""
-    for entry in sorted(out.iterdir()):
-        if entry.name == STAGING:
-            continue
-        # Without a marker, folders with the usual names may be somebody's own data.
-        if marker is None or entry.name not in (*SPLITS, 'annotations', MARKER):
-            return entry
-        if entry.name == MARKER:
-            continue
-        if entry.is_symlink() or not entry.is_dir():
-            return entry
-        for child in sorted(entry.iterdir()):
-            if entry.name == 'annotations':
-                is_own = child.name in [f'{split}.json' for split in SPLITS]
-            else:
-                is_own = child.suffix == '.png' and len(child.stem) == 6 and child.stem.isdigit()
-            if not is_own or child.is_dir():
-                return child
-    return None
-
-
-def is_complete(out: Path, marker: dict[str, Any] | None, arguments: dict[str, int]) -> bool:
-    """Whether `out` holds the whole set of these arguments, made by this version."""
-    expected = dict(generator=GENERATOR, version=VERSION, complete=True, arguments=arguments)
-    return marker == expected and all(
-        (out / 'annotations' / f'{split}.json').is_file()
-        and sum(1 for _ in (out / split).glob('*.png')) == arguments[f'num_{split}']
-        for split in SPLITS)
-
-
 def make_dataset(out: Path, num_train: int, num_val: int, image_size: int, seed: int) -> bool:
     """Make the data set, unless the same one is there already.
 
@@ -539,52 +279,21 @@ def make_dataset(out: Path, num_train: int, num_val: int, image_size: int, seed:
         OSError: If the folder cannot be read or written.
     """
     arguments = dict(num_train=num_train, num_val=num_val, image_size=image_size, seed=seed)
-    limits = dict(num_train=COUNT_LIMITS, num_val=COUNT_LIMITS, image_size=IMAGE_SIZE_LIMITS,
-                  seed=SEED_LIMITS)
-    for name, (low, high) in limits.items():
-        if not low <= arguments[name] <= high:
-            option = '--' + name.replace('_', '-')
-            raise UserError(f'{option} must be from {low} to {high}, got {arguments[name]}.')
-    if out.exists() and not out.is_dir():
-        raise UserError(f'--out must be a folder, but {out} is a file.')
-    out.mkdir(parents=True, exist_ok=True)
-    marker = read_marker(out)
-    foreign = find_foreign(out, marker)
-    if foreign is not None:
-        raise UserError(f'--out must be a new or empty folder or an earlier set of this tool, '
-                        f'but {out} holds {foreign.relative_to(out)}, which this tool did not '
-                        f'make.')
-    if is_complete(out, marker, arguments):
-        print(f'{out} is already complete with these arguments: nothing to do.')
-        return False
+    check_limits(arguments, dict(num_train=COUNT_LIMITS, num_val=COUNT_LIMITS,
+                                 image_size=IMAGE_SIZE_LIMITS, seed=SEED_LIMITS))
+    counts = dict(train=num_train, val=num_val)
 
-    staging = out / STAGING
-    if staging.exists():
-        shutil.rmtree(staging)
-    staging.mkdir()
-    try:
-        print(f'Making {num_train} training and {num_val} validation images in {out}', flush=True)
-        counts = dict(train=num_train, val=num_val)
-        summaries = {split: write_split(staging, split, counts[split], image_size, seed)
-                     for split in SPLITS}
-        # From here to the last line the folder is marked as incomplete.
-        write_marker(out, False, arguments)
-        for name in (*SPLITS, 'annotations'):
-            if (out / name).exists():
-                shutil.rmtree(out / name)
-            os.replace(staging / name, out / name)
-        write_marker(out, True, arguments)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    for split, summary in summaries.items():
-        print(f'{split:5}: {summary}')
-    print(f'Complete: {out}')
-    return True
+    def write(folder: Path) -> list[str]:
+        return [f'{split:5}: {write_split(folder, split, counts[split], image_size, seed)}'
+                for split in SPLITS]
 
-
-def stop(signum: int, frame: FrameType | None) -> NoReturn:
-    """Turn a termination signal into an exit that clears the staging folder."""
-    raise SystemExit(128 + signum)
+    return GeneratedSet(
+        generator='make_shapes_dataset',
+        version=VERSION,
+        marker='shapes_dataset.json',
+        folders='train|val|annotations',
+        files=r'(train|val)/\d{6}\.png|annotations/(train|val)\.json',
+    ).make(out, arguments, num_files=num_train + num_val + len(SPLITS), write=write)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -600,18 +309,10 @@ def main(argv: list[str] | None = None) -> int:
                         help='height and width in px, 128 to 1024')
     parser.add_argument('--seed', type=int, default=0, help='seed of all random streams')
     args = parser.parse_args(argv)
-    try:
-        make_dataset(args.out, args.num_train, args.num_val, args.image_size, args.seed)
-    except UserError as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f'error: cannot write the data set to {args.out}: {error}', file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(args.out, lambda: make_dataset(
+        args.out, args.num_train, args.num_val, args.image_size, args.seed))
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+    stop_on_signals()
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Evaluates a detector: ``python tools/test.py CONFIG CHECKPOINT``, own data by ``--data``."""
+"""Evaluates a detector or a classifier: ``python tools/test.py CONFIG CHECKPOINT``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from checkpoints import (
     load_checkpoint,
     require_checkpoint,
 )
+from class_folders import check_class_folders
 from cli import (
     UserError,
     add_runner_arguments,
@@ -24,7 +25,14 @@ from cli import (
     walk_dicts,
 )
 from coco_data import add_data_arguments, apply_own_data, parse_own_data
-from config_file import load_config, merge_cfg_options, require_settings, set_work_dir
+from config_file import (
+    is_classifier,
+    load_config,
+    merge_cfg_options,
+    require_settings,
+    set_loader_defaults,
+    set_work_dir,
+)
 from data_checks import check_class_names, check_data_present, class_names
 from mmengine.config import Config, ConfigDict
 
@@ -33,7 +41,7 @@ _NEEDED = ('model', 'test_dataloader', 'test_cfg', 'test_evaluator')
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of this tool."""
-    parser = argparse.ArgumentParser(description='Evaluate a detector.')
+    parser = argparse.ArgumentParser(description='Evaluate a detector or a classifier.')
     parser.add_argument('config', help='config file')
     parser.add_argument('checkpoint', help='checkpoint file')
     parser.add_argument('--out', metavar='FILE.pkl',
@@ -45,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument('--wait-time', type=float, default=2.0, metavar='SECONDS',
                         help='how long --show shows a picture (default: 2)')
     parser.add_argument('--tta', action='store_true',
-                        help='average over the image and its mirror image; box detectors only')
+                        help='average over the image and its mirror image; not with masks')
     add_runner_arguments(parser)
     add_data_arguments(parser)
     return parser
@@ -79,8 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     cfg.resume = False
     check_data_present(cfg, ('test', ))
     check_class_names(cfg, ('test', ))
+    check_class_folders(cfg, ('test', ))
     checkpoint = load_checkpoint(args.checkpoint)
     check_checkpoint_classes(checkpoint, class_names(cfg, 'test'), args.checkpoint)
+    if is_classifier(cfg):
+        set_loader_defaults(cfg)
     if args.show or args.show_dir:
         _enable_drawing(cfg, args)
     if args.tta:
@@ -90,15 +101,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Slow imports, after the checks.
     from mmdet.evaluation import DumpDetResults
     from mmdet.utils import setup_cache_size_limit_of_dynamo
+    from mmengine.evaluator import DumpResults
     setup_cache_size_limit_of_dynamo()
     runner = build_runner(cfg, args.config, 'test')
     check_checkpoint_fits(checkpoint, runner.model, args.checkpoint)
     del checkpoint
     if args.out is not None:
-        runner.test_evaluator.metrics.append(DumpDetResults(out_file_path=args.out))
+        dump = DumpResults if is_classifier(cfg) else DumpDetResults
+        runner.test_evaluator.metrics.append(dump(out_file_path=args.out))
     runner.test()
     if args.show_dir:
-        pictures = Path(runner.work_dir) / runner.timestamp / args.show_dir
+        pictures = Path(runner.work_dir) / args.show_dir if is_classifier(cfg) else \
+            Path(runner.work_dir) / runner.timestamp / args.show_dir
         say(f'pictures: {pictures}', args.launcher)
     return 0
 
@@ -108,11 +122,17 @@ def _enable_drawing(cfg: Config, args: argparse.Namespace) -> None:
     if hook is None:
         raise UserError('--show and --show-dir need the hook default_hooks.visualization in '
                         "the config: dict(type='DetVisualizationHook')")
-    hook.draw = True
+    if is_classifier(cfg):
+        hook.enable = True
+        hook.interval = 1
+    else:
+        hook.draw = True
     if args.show:
         hook.show = True
         hook.wait_time = args.wait_time
-    if args.show_dir:
+    if args.show_dir and is_classifier(cfg):
+        hook.out_dir = str(Path(cfg.work_dir) / args.show_dir)
+    elif args.show_dir:
         hook.test_out_dir = args.show_dir
 
 
@@ -124,13 +144,17 @@ def _enable_tta(cfg: Config) -> None:
                    if 'pipeline' in node and 'dataset' not in node)
     if 'tta_pipeline' not in cfg:
         pack = ConfigDict(copy.deepcopy(dataset.pipeline[-1]))
-        keys = tuple(pack.get('meta_keys') or ('img_id', 'img_path', 'ori_shape', 'img_shape',
-                                               'scale_factor'))
-        pack.meta_keys = keys + tuple(k for k in ('flip', 'flip_direction') if k not in keys)
+        # Those of a classifier hold the flip by default.
+        if not is_classifier(cfg) or 'meta_keys' in pack:
+            keys = tuple(pack.get('meta_keys') or ('img_id', 'img_path', 'ori_shape',
+                                                   'img_shape', 'scale_factor'))
+            pack.meta_keys = keys + tuple(k for k in ('flip', 'flip_direction') if k not in keys)
         mirrored = [dict(type='RandomFlip', prob=prob) for prob in (1.0, 0.0)]
         cfg.tta_pipeline = [*dataset.pipeline[:-1],
                             dict(type='TestTimeAug', transforms=[mirrored, [pack]])]
-    if 'tta_model' not in cfg:
+    if 'tta_model' not in cfg and is_classifier(cfg):
+        cfg.tta_model = dict(type='AverageClsScoreTTA')
+    elif 'tta_model' not in cfg:
         nms = dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100)
         cfg.tta_model = dict(type='DetTTAModel', tta_cfg=nms)
     cfg.model = ConfigDict(**cfg.tta_model, module=cfg.model)

@@ -1,4 +1,4 @@
-"""Trains a detector: ``python tools/train.py CONFIG``, with own data by ``--data``."""
+"""Trains a detector or a classifier: ``python tools/train.py CONFIG``, own data by ``--data``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from building import build_runner
-from checkpoints import require_readable_checkpoint
+from checkpoints import (
+    check_pretrained,
+    is_laplacian_former,
+    require_checkpoint,
+    require_readable_checkpoint,
+)
+from class_folders import check_class_folders
 from cli import UserError, add_runner_arguments, exits_on_user_error, say, set_up_launcher
 from coco_data import (
     add_data_arguments,
@@ -17,8 +23,15 @@ from coco_data import (
     parse_own_data,
     shorten_warm_up,
 )
-from config_file import load_config, merge_cfg_options, require_settings, set_work_dir
-from data_checks import check_class_names, check_data_present, check_pretrained_present
+from config_file import (
+    is_classifier,
+    load_config,
+    merge_cfg_options,
+    require_settings,
+    set_loader_defaults,
+    set_work_dir,
+)
+from data_checks import check_class_names, check_data_present
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.runner import find_latest_checkpoint
@@ -28,11 +41,15 @@ _NEEDED = ('model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of this tool."""
-    parser = argparse.ArgumentParser(description='Train a detector.')
+    parser = argparse.ArgumentParser(description='Train a detector or a classifier.')
     parser.add_argument('config', help='config file')
     parser.add_argument(
         '--resume', nargs='?', const='auto', metavar='CHECKPOINT',
         help='go on from CHECKPOINT, or without a value from the latest one in the work dir')
+    parser.add_argument(
+        '--pretrained', metavar='CHECKPOINT',
+        help='start from the backbone in CHECKPOINT, of a classifier, a detector or the backbone '
+             'alone; the same as --cfg-options model.backbone.init_cfg.checkpoint=CHECKPOINT')
     parser.add_argument('--amp', action='store_true',
                         help='train in automatic mixed precision; needs a GPU')
     parser.add_argument(
@@ -58,13 +75,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     own_data = parse_own_data(parser, args, needs_train=True)
 
     cfg = load_config(args.config)
+    if args.pretrained is not None:
+        _set_pretrained(cfg, args.pretrained, args.resume)
     notes = []
     if own_data is not None:
         require_settings(cfg, args.config, ('model', ))
         notes += apply_own_data(cfg, own_data)
     merge_cfg_options(cfg, args.cfg_options)
     require_settings(cfg, args.config, _NEEDED)
+    if args.pretrained is not None and cfg.get('load_from'):
+        raise UserError(f'--pretrained {args.pretrained} has no effect: load_from='
+                        f'{cfg.load_from} replaces all weights; leave one of them out')
+    check_pretrained(cfg.model, args.config)
     set_work_dir(cfg, args.config, args.work_dir)
+    if is_classifier(cfg):
+        set_loader_defaults(cfg)
     if args.amp:
         cfg.optim_wrapper.type = 'AmpOptimWrapper'
         cfg.optim_wrapper.loss_scale = 'dynamic'
@@ -75,10 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _set_resume(cfg, args.resume, args.launcher)
     elif cfg.get('load_from'):
         require_readable_checkpoint(cfg.load_from)
-    check_pretrained_present(cfg)
-    splits = ('train', 'val') if cfg.get('val_cfg') else ('train', )
+    # An empty val_cfg, the usual one of a classifier, is one too.
+    splits = ('train', 'val') if cfg.get('val_cfg') is not None else ('train', )
     check_data_present(cfg, splits)
     check_class_names(cfg, splits)
+    check_class_folders(cfg, splits)
     set_up_launcher(cfg, args.launcher, args.local_rank)
     if own_data is not None:
         notes += shorten_warm_up(cfg, num_training_images(cfg), args.cfg_options or ())
@@ -93,6 +119,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     say(f'checkpoints and the complete config: {runner.work_dir}\n'
         f'log: {Path(runner.log_dir) / f"{runner.timestamp}.log"}', args.launcher)
     return 0
+
+
+def _set_pretrained(cfg: Config, checkpoint: str, resume: str | None) -> None:
+    if resume:
+        raise UserError('--pretrained and --resume exclude each other: a resumed training takes '
+                        'all weights from its own checkpoint')
+    require_checkpoint(checkpoint)
+    backbone = (cfg.get('model') or {}).get('backbone')
+    if not is_laplacian_former(backbone):
+        kind = backbone.get('type') if isinstance(backbone, dict) else None
+        raise UserError('--pretrained needs a LaplacianFormer as model.backbone of the config, '
+                        f'which has {kind or "none"}')
+    others = backbone.get('init_cfg') or []
+    others = [entry for entry in (others if isinstance(others, list) else [others])
+              if entry.get('type') != 'Pretrained']
+    own = dict(type='Pretrained', checkpoint=checkpoint)
+    backbone.init_cfg = [*others, own] if others else own
 
 
 def _require_gpu_for_amp(cfg: Config) -> None:

@@ -1,3 +1,4 @@
+from .epoch_seed import EpochSeedHook
 from .zero_attention import ZeroAttentionHook
 
-__all__ = ['ZeroAttentionHook']
+__all__ = ['EpochSeedHook', 'ZeroAttentionHook']

@@ -20,7 +20,9 @@ from mmengine.logging import MessageHub, MMLogger
 from mmengine.registry import DefaultScope
 from mmengine.visualization import Visualizer
 
-TOOLS = Path(__file__).resolve().parents[2] / 'tools'
+REPO = Path(__file__).resolve().parents[2]
+TOOLS = REPO / 'tools'
+CONFIGS = REPO / 'configs'
 NAMES = ('nut', 'fig', 'date')
 
 
@@ -47,13 +49,59 @@ def tool() -> Callable[[str], ModuleType]:
 def _fresh_process_state() -> Iterator[None]:
     """A Runner leaves scope, loggers and visualizers behind, which no other test may inherit."""
     from mmdet.visualization import DetLocalVisualizer
+    from mmpretrain.visualization import UniversalVisualizer
     registries = [cls._instance_dict for cls in (
-        DefaultScope, MMLogger, MessageHub, Visualizer, DetLocalVisualizer)]
+        DefaultScope, MMLogger, MessageHub, Visualizer, DetLocalVisualizer, UniversalVisualizer)]
     before = [dict(instances) for instances in registries]
     yield
     for instances, kept in zip(registries, before, strict=True):
         instances.clear()
         instances.update(kept)
+
+
+class Built(Exception):
+    """Raised in place of building a runner; carries the config."""
+
+
+@pytest.fixture
+def no_runner(tool: Callable[[str], ModuleType],
+              monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
+    """Makes building a runner raise the exception that is returned, with the config."""
+
+    def refuse(cfg: Config, *_: object) -> None:
+        raise Built(cfg)
+
+    for name in ('train', 'test'):
+        monkeypatch.setattr(tool(name), 'build_runner', refuse)
+    return Built
+
+
+@pytest.fixture
+def final_config(tool: Callable[[str], ModuleType],
+                 no_runner: type[Exception]) -> Callable[..., Config]:
+    """Runs ``train.py`` up to the runner and returns the config it would be built from."""
+
+    def run(*args: str | Path) -> Config:
+        with pytest.raises(no_runner) as built:
+            tool('train').main([str(arg) for arg in args])
+        return built.value.args[0]
+
+    return run
+
+
+@pytest.fixture
+def refused(tool: Callable[[str], ModuleType], no_runner: type[Exception],
+            capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a tool that must stop with status 2; returns what it says on stderr."""
+
+    def run(name: str, *args: str | Path) -> str:
+        assert tool(name).main([str(arg) for arg in args]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith('error: ')
+        assert 'Traceback' not in error
+        return error
+
+    return run
 
 
 @pytest.fixture(autouse=True)
@@ -186,3 +234,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     assert status == 0
     return dict(root=root, config=config, work_dir=work_dir, dumped=work_dir / 'tiny_mask.py',
                 checkpoint=work_dir / 'epoch_1.pth')
+
+
+@pytest.fixture(scope='session')
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One epoch of the demo's classifier with EMA on 8 images: ``config``, ``work_dir``."""
+    folder = tmp_path_factory.mktemp('classifier')
+    root = folder / 'shape_classes'
+    assert _load_tool('make_shape_classes').make_dataset(root, 8, 3, 64, 0)
+    config = folder / 'tiny_classifier.py'
+    config.write_text(f'''
+_base_ = {str(CONFIGS / 'demo' / 'laplacian_shapes_classification.py')!r}
+custom_hooks = [dict(type='EMAHook', momentum=0.5)]
+loader = dict(num_workers=0, dataset=dict(data_root={str(root)!r}))
+train_dataloader = dict(batch_size=4, **loader)
+val_dataloader = loader
+test_dataloader = loader
+train_cfg = dict(max_epochs=1, val_interval=1)
+''')
+    work_dir = folder / 'run'
+    with _fresh_process_state():
+        status = _load_tool('train').main([str(config), '--work-dir', str(work_dir)])
+    assert status == 0
+    return dict(root=root, config=config, work_dir=work_dir, checkpoint=work_dir / 'epoch_1.pth')

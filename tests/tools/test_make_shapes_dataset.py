@@ -1,10 +1,11 @@
 """The shapes data set holds what its docstring guarantees, measured on the written files."""
-import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,12 +22,8 @@ pytestmark = pytest.mark.filterwarnings('ignore:__array__ implementation:Depreca
 
 
 @pytest.fixture(scope='module')
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location('make_shapes_dataset', SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def tool(tool: Callable[[str], ModuleType]) -> ModuleType:
+    return tool('make_shapes_dataset')
 
 
 @pytest.fixture(scope='module')
@@ -254,7 +251,7 @@ def test_set_interrupted_while_replaced_is_made_anew(tool: ModuleType, tmp_path:
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     cli(tool, tmp_path)
     before = snapshot(tmp_path)
-    replace = tool.os.replace
+    replace = os.replace
 
     def interrupted(source: Path, target: Path) -> None:
         if Path(target).name == 'val':
@@ -262,7 +259,7 @@ def test_set_interrupted_while_replaced_is_made_anew(tool: ModuleType, tmp_path:
         replace(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tool.os, 'replace', interrupted)
+        patch.setattr(os, 'replace', interrupted)
         with pytest.raises(KeyboardInterrupt):
             cli(tool, tmp_path, seed=1)
     assert cli(tool, tmp_path) == 0

@@ -12,50 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from mmengine.config import Config
 
 REPO = Path(__file__).resolve().parents[2]
-
-
-class Built(Exception):
-    """Raised in place of building a runner; carries the config."""
-
-
-@pytest.fixture
-def no_runner(tool, monkeypatch) -> None:
-    """Makes building a runner raise :class:`Built`."""
-
-    def refuse(cfg: Config, *_: object) -> None:
-        raise Built(cfg)
-
-    for name in ('train', 'test'):
-        monkeypatch.setattr(tool(name), 'build_runner', refuse)
-
-
-@pytest.fixture
-def final_config(tool, no_runner):
-    """Runs ``train.py`` up to the runner and returns the config it would be built from."""
-
-    def run(*args: str | Path) -> Config:
-        with pytest.raises(Built) as built:
-            tool('train').main([str(arg) for arg in args])
-        return built.value.args[0]
-
-    return run
-
-
-@pytest.fixture
-def refused(tool, no_runner, capsys):
-    """Runs a tool that must stop with status 2; returns what it says on stderr."""
-
-    def run(name: str, *args: str | Path) -> str:
-        assert tool(name).main([str(arg) for arg in args]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith('error: ')
-        assert 'Traceback' not in error
-        return error
-
-    return run
 
 
 def metrics(path: Path) -> dict[str, float]:
@@ -278,7 +236,7 @@ def test_usage_errors(tool, capsys, name, args, message):
 
 def test_flips_at_test_time(tool, make_config, data_flags, no_runner, tmp_path, data_root):
     torch.save(dict(state_dict={}), tmp_path / 'a.pth')
-    with pytest.raises(Built) as built:
+    with pytest.raises(no_runner) as built:
         tool('test').main([str(make_config()), str(tmp_path / 'a.pth'), *data_flags, '--tta'])
     cfg = built.value.args[0]
     assert cfg.model.type == 'DetTTAModel'
