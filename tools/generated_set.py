@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -50,7 +52,7 @@ class GeneratedSet:
 
     def make(self, out: Path, arguments: dict[str, int], num_files: int,
              write: Callable[[Path], list[str]]) -> bool:
-        """Make the set, unless the same one is there already.
+        """Make the set, unless the same one is there already; one process at a time.
 
         Args:
             out: Folder of the set; made if absent.
@@ -68,6 +70,11 @@ class GeneratedSet:
         if out.exists() and not out.is_dir():
             raise UserError(f'--out must be a folder, but {out} is a file.')
         out.mkdir(parents=True, exist_ok=True)
+        with _locked(out):
+            return self._make(out, arguments, num_files, write)
+
+    def _make(self, out: Path, arguments: dict[str, int], num_files: int,
+              write: Callable[[Path], list[str]]) -> bool:
         marker = self._read_marker(out)
         foreign = self._find_foreign(out, marker is not None)
         if foreign is not None:
@@ -151,6 +158,17 @@ class GeneratedSet:
         """Number of the set's files."""
         return sum(bool(re.fullmatch(self.files, entry.relative_to(out).as_posix()))
                    for entry in self._entries(out))
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Waits until no other process holds the folder; a killed one holds nothing."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def check_limits(arguments: dict[str, int], limits: dict[str, tuple[int, int]]) -> None:

@@ -266,6 +266,17 @@ def test_set_interrupted_while_replaced_is_made_anew(tool: ModuleType, tmp_path:
     assert snapshot(tmp_path) == before
 
 
+def test_two_at_once_make_one_set(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), '--out', str(tmp_path / 'set'), '--num-train', '60',
+               '--num-val', '4']
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            for _ in range(2)]
+    said = [run.communicate(timeout=120)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], said
+    assert sum('already complete' in text for text in said) == 1
+    assert len(list((tmp_path / 'set' / 'train').iterdir())) == 60
+
+
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     out = tmp_path / 'set'
     process = subprocess.Popen([sys.executable, str(SCRIPT), '--out', str(out)],
