@@ -157,11 +157,14 @@ static void add_tokens(const float *x, int64_t x_row, int64_t rows, int64_t chan
     multiply((Matrix){&one, 0, 0}, x, x_row, rows, 1, channels / LANES, sum, 0, (Rows){sum, 0});
 }
 
-/* Adds c^T-weighted tokens to (m, channels): sum_t c[r][t] x_t. */
+/* Adds c^T-weighted tokens to (m, channels): sum_t c[r][t] x_t, a few of them at a time, since P
+ * multiplies what the sum loses. */
 static void add_weighted_tokens(const float *c, const float *x, int64_t x_row, int64_t rows,
                                 int64_t m, int64_t channels, float *sum) {
-    multiply((Matrix){c, TILE, 1}, x, x_row, rows, m, channels / LANES, sum, channels,
-             (Rows){sum, channels});
+    for (int64_t first = 0; first < rows; first += TOKENS)
+        multiply((Matrix){c + first, TILE, 1}, x + first * x_row, x_row,
+                 least(TOKENS, rows - first), m, channels / LANES, sum, channels,
+                 (Rows){sum, channels});
 }
 
 /* to_t = start + c_t^T e for each token t, with e (m, channels). */

@@ -30,7 +30,7 @@ INLINE void multiply_block(Matrix a, const float *x, int64_t x_row, int64_t inne
     Vector sum[PRODUCT_ROWS][PRODUCT_VECTORS];
     UNROLL(8) for (int r = 0; r < rows; ++r)
         UNROLL(3) for (int v = 0; v < vectors; ++v)
-            sum[r][v] = start ? load(start + r * start_row + v * LANES) : splat(0);
+            sum[r][v] = splat(0);
     for (int64_t i = 0; i < inner; ++i) {
         Vector row[PRODUCT_VECTORS];
         UNROLL(3) for (int v = 0; v < vectors; ++v) row[v] = load(x + i * x_row + v * LANES);
@@ -41,12 +41,15 @@ INLINE void multiply_block(Matrix a, const float *x, int64_t x_row, int64_t inne
         }
     }
     UNROLL(8) for (int r = 0; r < rows; ++r)
-        UNROLL(3) for (int v = 0; v < vectors; ++v)
+        UNROLL(3) for (int v = 0; v < vectors; ++v) {
+            if (start) sum[r][v] += load(start + r * start_row + v * LANES);
             store(y.first + r * y.row + v * LANES, sum[r][v]);
+        }
 }
 
 /* y = start + a x, for a (rows, inner) and x (inner, vectors * LANES). start may be null for
- * zeros, or y's own memory; with start_row 0 it is one row for all. */
+ * zeros, or y's own memory; with start_row 0 it is one row for all. It is added last: a long sum
+ * made of products of few terms rounds less. */
 static inline void multiply(Matrix a, const float *x, int64_t x_row, int64_t inner, int64_t rows,
                             int64_t vectors, const float *start, int64_t start_row, Rows y) {
     const int64_t row_blocks = ceil_div(rows, PRODUCT_ROWS);

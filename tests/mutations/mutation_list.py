@@ -17,6 +17,10 @@ BACKEND = 'mmlaplacian/ops/backend.py'
 LAPLACIAN_LAUNCH = 'mmlaplacian/ops/laplacian_kernel/cupy_impl.py'
 LAPLACIAN_TILING = 'mmlaplacian/ops/laplacian_kernel/tiling.py'
 SOLVER_LAUNCH = 'mmlaplacian/ops/newton_schulz/cupy_impl.py'
+ATTENTION = 'mmlaplacian/cpu_src/nystrom_attention.c'
+CPU_COMMON, CPU_DISTANCE, CPU_PRODUCT, CPU_SOLVER = (
+    f'mmlaplacian/cpu_src/{name}.h' for name in ('common', 'distance', 'product', 'newton_schulz'))
+ATTENTION_LAUNCH = 'mmlaplacian/ops/nystrom_attention/cpu_impl.py'
 
 # How a test fails: a result differs, or a sanitizer of the emulation stops the kernel.
 WRONG = '^AssertionError: '
@@ -49,6 +53,14 @@ def backend(test: str) -> str:
     return f'tests/ops/test_backend.py::{test}'
 
 
+def attention(test: str) -> str:
+    return f'tests/ops/test_cpu_attention.py::{test}'
+
+
+def tokens(*sizes: int) -> str:
+    return attention(f'test_values_and_gradients[{sizes}-laplacian]')
+
+
 ONE = size(1, 1, 1, groups=3)
 FULL = size(64, 48, 32, groups=3)
 SAME_BITS = 'test_same_bits_whatever_the_order_the_grid_and_the_alignment'
@@ -66,6 +78,13 @@ LAUNCH = runtime('test_b04_b22_launch_on_torchs_stream_and_device')
 LAUNCHES = runtime('test_b04_b16_b22_b45_launches_for_sizes_that_cannot_be_allocated_here'
                    '[1-1065024-49-32]')
 COMPILED_ONCE = runtime('test_compiled_once_for_each_device_and_macro_set')
+
+INSIDE = attention('test_reads_and_writes_stay_inside_the_tensors')
+HELD = attention('test_variance_that_rounds_below_zero')
+UNEQUAL_CHUNKS = attention('test_covariance_of_tokens_that_drift[1000]')
+FEW_TOKENS, TWO_GROUPS, CHUNKS_OF_TOKENS = (
+    tokens(*sizes) for sizes in ((47, 4, 20, 16, 1, 3), (191, 49, 32, 33, 1, 2),
+                                 (1537, 256, 20, 8, 1, 1)))
 
 BARRIER = '__syncthreads();'
 # Every barrier of a file in the order of the text: its kernel and place, the test that misses it,
@@ -326,4 +345,110 @@ MUTATIONS = [
              '^Failed: DID NOT WARN'),
     Mutation('choice', "CuPy's own error lost", RUNTIME, 'from cupy\n', 'from None\n',
              runtime('test_b23_cupy_that_does_not_import_shows_its_own_error[missing]'), WRONG),
+
+    Mutation('missing tail check', 'attention, lanes past the last token', ATTENTION,
+             'memset(x + r * TILE + rows, 0, sizeof(float) * (size_t)(stop - rows));', '(void)x;',
+             FEW_TOKENS, WRONG, soak=False),
+    Mutation('missing tail check', 'attention, tokens of the last tile', ATTENTION,
+             'return least(TILE, p->n - tile * TILE);', 'return TILE;', INSIDE, WRONG),
+    Mutation('missing tail check', 'attention, tokens that are transposed', CPU_DISTANCE,
+             'least(first + i, rows - 1) * q_row', '(first + i) * q_row', INSIDE, WRONG),
+    Mutation('missing tail check', 'attention, tokens whose gradient is written', CPU_DISTANCE,
+             'if (needs_q && t < rows)', 'if (needs_q)', INSIDE, WRONG),
+    *(Mutation('left out', f'attention, last tile of a chunk, {name}', ATTENTION,
+               'tile < chunk.stop;', 'tile + 1 < chunk.stop;', CHUNKS_OF_TOKENS, WRONG, index)
+      for index, name in enumerate(('statistics', 'context', 'output', 'gradient of the context',
+                                    'gradient of the keys', 'gradient of the queries'))),
+    Mutation('left out', 'attention, last chunk of the sums', ATTENTION,
+             'chunk < chunks;', 'chunk < chunks - 1;', CHUNKS_OF_TOKENS, WRONG),
+    *(Mutation('left out', f'attention, last chunk of the gradient of {name}', ATTENTION,
+               'chunk < p->chunks;', 'chunk < p->chunks - 1;', CHUNKS_OF_TOKENS, WRONG, index)
+      for index, name in enumerate(('the covariance', 'the landmarks'))),
+    Mutation('left out', 'attention, last vector of a row sum', ATTENTION,
+             'add_row_sums(centered, m, vectors, row_sums)',
+             'add_row_sums(centered, m, rows / LANES, row_sums)', UNEQUAL_CHUNKS, WRONG),
+    Mutation('left out', 'attention, distances of the channels before', ATTENTION,
+             'channel == 0, c +', '1, c +', tokens(767, 49, 72, 32, 2, 3), WRONG),
+    Mutation('left out', 'attention, the scratch of the first pass', ATTENTION,
+             'if (!first_pass) return c;', 'return c;', FEW_TOKENS, WRONG),
+    Mutation('left out', 'attention, the largest number of landmarks', ATTENTION_LAUNCH,
+             'landmarks.shape[2] <= cpu', 'landmarks.shape[2] < cpu',
+             attention('test_what_is_left_to_the_torch_form[cpu-256-whiten-True]'), WRONG),
+    Mutation('left out', 'attention, channels that are not dense', ATTENTION_LAUNCH,
+             'x if x.stride(-1) == 1 else x.contiguous()', 'x',
+             attention('test_any_strides[transposed_channels-32]'), WRONG),
+    Mutation('left out', 'attention, padding to whole vectors', ATTENTION_LAUNCH,
+             'if missing:', 'if missing > 12:', FEW_TOKENS, WRONG),
+
+    Mutation('covariance', 'centred with the wrong mean', ATTENTION, 'v * LANES) - mean[r]);',
+             'v * LANES) - mean[0]);', FEW_TOKENS, WRONG),
+    Mutation('covariance', 'plain sums of squares', ATTENTION, 'shift[r] /= (float)rows;',
+             'shift[r] = 0;',
+             attention('test_covariance_of_nearly_equal_queries_does_not_cancel'), WRONG),
+    Mutation('covariance', 'chunks merged without their shift', ATTENTION,
+             '+ count * share * (other[a] - mean[a]) * (other[b] - mean[b]);', ';',
+             UNEQUAL_CHUNKS, WRONG),
+    Mutation('covariance', 'chunks of equal weight', ATTENTION,
+             'share = length / (count + length);', 'share = 1 / (double)(i + 1);',
+             UNEQUAL_CHUNKS, WRONG),
+    Mutation('covariance', 'about the mean of the first tile', ATTENTION,
+             'scatter[i * m + j] -= (double)count * mean[i] * mean[j];', ';', UNEQUAL_CHUNKS,
+             WRONG),
+    Mutation('covariance', 'factored to half of its digits', CPU_PRODUCT, 'pivot * 0x1p-23',
+             'pivot * 0x1p-12', attention('test_accuracy_on_nearly_flat_maps[400-0.1]'), WRONG),
+    Mutation('covariance', 'factored without pivots', CPU_PRODUCT,
+             'if (s[i * row + i] > s[at * row + at]) at = i;', 'at = j;',
+             attention('test_accuracy_on_nearly_flat_maps[49-0.1]'), WRONG),
+
+    Mutation('formula', "attention, factor of the covariance's gradient", ATTENTION,
+             'narrow(first, m, m, 2 / (double)p->n', 'narrow(first, m, m, 1 / (double)p->n',
+             TWO_GROUPS, WRONG),
+    Mutation('formula', "attention, factor of the variance's gradient", ATTENTION,
+             'twice[t] = 2 * grad_variance[t];', 'twice[t] = grad_variance[t];', TWO_GROUPS,
+             WRONG),
+    Mutation('formula', 'attention, gradient of a variance that is held', ATTENTION,
+             'used * -0.5f', '-0.5f', HELD, WRONG),
+    Mutation('formula', 'attention, variance below zero', ATTENTION,
+             'const float variance = scale[t] < 0 ? 0 : scale[t];',
+             'const float variance = scale[t];', HELD, WRONG),
+    Mutation('formula', "attention, other half of W's gradient", ATTENTION,
+             '- second[j * row + i] ', '', TWO_GROUPS, WRONG, soak=False),
+    Mutation('formula', "attention, context's part of W's gradient", ATTENTION,
+             ' - fourth[i * row + j]', '', TWO_GROUPS, WRONG),
+    Mutation('formula', 'attention, mean of the gradient', ATTENTION,
+             'b->mean_grad + chunk.local * d_v, grads);', '0, grads);', TWO_GROUPS, WRONG),
+    Mutation('formula', 'attention, start without the bound', CPU_SOLVER,
+             '(norm_inf(negative, row, m) + ridge)', 'norm_inf(negative, row, m)',
+             attention('test_steps_of_the_solver[1]'), WRONG),
+    Mutation('formula', 'attention, a step too many', CPU_SOLVER, 'iter < iters', 'iter <= iters',
+             attention('test_steps_of_the_solver[1]'), WRONG),
+
+    Mutation('wrong memory', "attention, v by k's strides", ATTENTION,
+             '.v = tokens(v, strides + 6), .out', '.v = tokens(v, strides + 3), .out',
+             attention('test_any_strides[beside-32]'), WRONG, soak=False),
+    Mutation('wrong memory', "attention, incoming gradient by v's strides", ATTENTION,
+             '.grad_out = tokens(grad_out, strides + 9)',
+             '.grad_out = tokens(grad_out, strides + 6)',
+             attention('test_any_strides[beside-32]'), WRONG),
+    Mutation('wrong memory', 'attention, images for heads', ATTENTION,
+             'group / heads * x.image + group % heads * x.head',
+             'group % heads * x.image + group / heads * x.head', tokens(49, 8, 33, 32, 2, 2),
+             WRONG),
+    Mutation('wrong memory', 'attention, kept tiles of the first group', ATTENTION,
+             '(chunk.local * p->tiles + tile) * p->m * TILE',
+             'tile * p->m * TILE', TWO_GROUPS, WRONG),
+    Mutation('wrong memory', 'attention, groups of the first batch', ATTENTION,
+             '(Chunk){local, p->first + local,', '(Chunk){local, local,',
+             attention('test_kept_tiles_or_computed_again[laplacian-no tiles]'), WRONG),
+    Mutation('wrong memory', 'attention, one worker for all threads', CPU_COMMON,
+             'const int worker = __atomic_fetch_add(&entered, 1, __ATOMIC_RELAXED);',
+             'const int worker = 0;', attention(
+                 'test_same_bits_twice_and_for_any_number_of_threads[(3136, 49, 32, 32, 1, 2)]'),
+             WRONG),
+    Mutation('wrong memory', 'attention, tiles kept of any number of groups', ATTENTION,
+             'least(groups, KEPT / one.used)', 'groups',
+             attention('test_memory_does_not_grow_with_the_tokens[16-forward]'), WRONG, 0),
+    Mutation('wrong memory', 'attention, chunks of any number of tokens', ATTENTION,
+             'CHUNKS = 64', 'CHUNKS = 1 << 20',
+             attention('test_memory_does_not_grow_with_the_tokens[1-backward]'), WRONG),
 ]

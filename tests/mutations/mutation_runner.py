@@ -56,8 +56,8 @@ class Mutation:
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether its test runs kernel text on the host, which takes g++."""
-        return self.test.startswith('tests/cuda_emulation/')
+        """Whether its test compiles CUDA or C text for the host, which takes g++."""
+        return self.test.startswith(('tests/cuda_emulation/', 'tests/ops/test_cpu_'))
 
 
 @dataclass(frozen=True)

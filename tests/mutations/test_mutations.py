@@ -20,7 +20,7 @@ from mutation_runner import (
 COMPILER = shutil.which('g++')
 SHORT = [mutation for mutation in MUTATIONS if not mutation.soak]
 needs_compiler = pytest.mark.skipif(
-    COMPILER is None, reason='g++ is not installed: the CUDA text cannot be run on the host')
+    COMPILER is None, reason='g++ is not installed: kernel text cannot be run on the host')
 
 
 def marks(mutation):
