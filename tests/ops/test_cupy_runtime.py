@@ -14,6 +14,7 @@ from mmlaplacian.ops import cupy_runtime
 from mmlaplacian.ops.cupy_runtime import Kernel, KernelCompileError
 from mmlaplacian.ops.laplacian_kernel import cupy_impl as laplacian_cupy
 from mmlaplacian.ops.newton_schulz import cupy_impl as solver_cupy
+from mmlaplacian.ops.nystrom_attention import cupy_impl as attention_cupy
 
 DEVICE = torch.device('cuda', 1)
 STREAM = 0x5EED
@@ -194,10 +195,40 @@ def test_b16_b22_b45_solver_launches_for_sizes_that_cannot_be_allocated_here(
     check_launches(cupy, [name for name, _, _ in cupy.compiled])
 
 
+# The same of tokens that lie beside each other in one layer's output.
+@pytest.mark.filterwarnings('ignore:Accessing the data pointer of FakeTensor')
+@pytest.mark.parametrize('batch, heads, n, m, d', [
+    (1, 1, 1_065_024, 49, 32), (35_000, 2, 3136, 49, 32), (1, 1, 33_554_560, 64, 4),
+    (8, 1, 16_777_344, 49, 64)])
+def test_b04_b16_b22_b45_attention_launches_for_sizes_that_cannot_be_allocated_here(
+        cupy, monkeypatch, batch, heads, n, m, d):
+    monkeypatch.setattr(cupy_runtime, 'shared_memory_limit', lambda device: 99 * 1024)
+    with FakeTensorMode():
+        q, k, v = torch.empty(batch, n, 3, heads, d, device=DEVICE).permute(2, 0, 3, 1, 4)
+        landmarks = torch.empty(batch, heads, m, d, device=DEVICE)
+        assert attention_cupy.serves(v, landmarks, 'whiten')
+        out, kept = attention_cupy.nystrom_attention(q, k, v, landmarks, 4.0, 1e-2, 1e-5, None,
+                                                     'laplacian', 'whiten')
+    assert out.shape == v.shape and [x.shape[1:] for x in kept] == [
+        (m, m), (m, m), (m, d), (1, m), (m, m)]
+    check_launches(cupy, ['nystrom_attention_landmarks', 'newton_schulz_inverse', *(
+        f'nystrom_attention_{name}' for name in (
+            'statistics', 'merge_statistics', 'keys', 'merge_keys', 'output'))])
+    assert len(cupy.launches) == 7
+    for index in (2, 4, 6):
+        sizes = [int(argument) for argument in cupy.launches[index].arguments
+                 if type(argument) is np.int64]
+        assert sizes[:3] == [batch * heads, heads, n]
+        assert sizes[4:7] == [3 * n * heads * d, d, 3 * heads * d]  # nothing is copied
+
+
 def test_text_is_one_unit_without_includes():
-    text = cupy_runtime.source_text('laplacian_kernel')
-    assert text.index('SCALAR_TYPE == 0') < text.index('laplacian_kernel_forward')
-    assert '#include' not in text
+    for source, header, kernel in (
+            ('laplacian_kernel', 'SCALAR_TYPE == 0', 'laplacian_kernel_forward'),
+            ('nystrom_attention', 'int TILE_ROWS', 'nystrom_attention_output(')):
+        text = cupy_runtime.source_text(source)
+        assert text.index('SCALAR_TYPE == 0') <= text.index(header) < text.index(kernel)
+        assert '#include' not in text
     with pytest.raises(FileNotFoundError, match='missing.cu'):
         cupy_runtime.source_text('missing')
 

@@ -10,8 +10,8 @@ from .. import cupy_runtime
 from ..backend import UnsupportedError
 from .tiling import MAX_HEAD_DIM, Tiling, landmark_tile
 
-_SCALAR_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_KERNELS = {'laplacian': 0, 'gaussian': 1}
+SCALAR_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+KERNELS = {'laplacian': 0, 'gaussian': 1}
 
 
 def check(q: Tensor) -> None:
@@ -23,8 +23,8 @@ def check(q: Tensor) -> None:
     """
     if not q.is_cuda:
         raise UnsupportedError(f'the CUDA kernels need CUDA tensors, got {q.device}')
-    if q.dtype not in _SCALAR_TYPES:
-        raise UnsupportedError(f'the CUDA kernels take {[str(t) for t in _SCALAR_TYPES]}, got '
+    if q.dtype not in SCALAR_TYPES:
+        raise UnsupportedError(f'the CUDA kernels take {[str(t) for t in SCALAR_TYPES]}, got '
                                f'{q.dtype}')
     if q.shape[-1] > MAX_HEAD_DIM:
         raise UnsupportedError(f'the CUDA kernels take head dims up to {MAX_HEAD_DIM}, got '
@@ -37,13 +37,18 @@ def _finite(scale: float) -> c_float:
     return c_float(max(scale, -torch.finfo(torch.float32).max))
 
 
+def exponent_scale(kernel_scale: float, kernel: str) -> c_float:
+    """What makes exp(-distance / scale) a power of two, computed in float64."""
+    return _finite(-math.log2(math.e) / (kernel_scale * (2 if kernel == 'gaussian' else 1)))
+
+
 class _Launcher:
     """Launches the four kernels for one size, dtype and kind."""
 
     def __init__(self, q: Tensor, k: Tensor, kernel: str) -> None:
         self.tiling = Tiling(q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3])
         m_threads, m_outputs = landmark_tile(self.tiling.m)
-        self.macros = (('SCALAR_TYPE', _SCALAR_TYPES[q.dtype]), ('KERNEL', _KERNELS[kernel]),
+        self.macros = (('SCALAR_TYPE', SCALAR_TYPES[q.dtype]), ('KERNEL', KERNELS[kernel]),
                        ('HEAD_DIM', self.tiling.d), ('M_THREADS', m_threads),
                        ('M_OUTPUTS', m_outputs))
         self.device = q.device
@@ -75,9 +80,7 @@ def kernel_matrix(q: Tensor, k: Tensor, kernel_scale: float, kernel: str) -> Ten
     """See :func:`mmlaplacian.ops.laplacian_kernel.registration.kernel_matrix`."""
     output = q.new_empty(*q.shape[:-1], k.shape[-2])
     if output.numel():
-        # exp(-distance / scale) as a power of two, the factor computed in float64.
-        exponent_scale = -math.log2(math.e) / (kernel_scale * (2 if kernel == 'gaussian' else 1))
-        _Launcher(q, k, kernel).run('forward', q, k, output, _finite(exponent_scale))
+        _Launcher(q, k, kernel).run('forward', q, k, output, exponent_scale(kernel_scale, kernel))
     return output
 
 

@@ -26,7 +26,7 @@ def check(q: Tensor) -> None:
     cpu_runtime.library(_SOURCE)
 
 
-def serves(landmarks: Tensor, normalize: str) -> bool:
+def serves(v: Tensor, landmarks: Tensor, normalize: str) -> bool:
     """Whether the C text has this map and so many landmarks; else its kernels do in the torch
     form."""
     return normalize == 'whiten' and landmarks.shape[2] <= cpu_runtime.constant(

@@ -14,15 +14,15 @@ from torch.utils.flop_counter import register_flop_formula
 from ..backend import choose
 from ..newton_schulz import default_iters
 from ..precision import autocast_off, compute_dtype
-from . import cpu_impl, torch_impl
+from . import cpu_impl, cupy_impl, torch_impl
 from .tiles import empty_tokens
 
 
-def _implementation(q: Tensor, landmarks: Tensor, normalize: str) -> ModuleType:
+def _implementation(q: Tensor, v: Tensor, landmarks: Tensor, normalize: str) -> ModuleType:
     """The module whose ``nystrom_attention`` serves inputs like these."""
-    implementations = {'torch': torch_impl, 'cpu': cpu_impl}
+    implementations = {'torch': torch_impl, 'cpu': cpu_impl, 'cupy': cupy_impl}
     chosen = choose('nystrom_attention', q, implementations)
-    return chosen if chosen.serves(landmarks, normalize) else torch_impl
+    return chosen if chosen.serves(v, landmarks, normalize) else torch_impl
 
 
 def _kept_shapes(q: Tensor, v: Tensor, landmarks: Tensor,
@@ -46,7 +46,7 @@ def nystrom_attention(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor, kernel
         return [empty_tokens(v), *(v.new_zeros(shape, dtype=dtype)
                                         for shape in _kept_shapes(q, v, landmarks, normalize))]
     with autocast_off(q):
-        out, kept = _implementation(q, landmarks, normalize).nystrom_attention(
+        out, kept = _implementation(q, v, landmarks, normalize).nystrom_attention(
             q, k, v, landmarks, kernel_scale, ridge, whiten_eps, solver_iters, kernel, normalize)
     return [out, *kept]
 
@@ -61,7 +61,7 @@ def nystrom_attention_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor
     if not prod(q.shape[:3]):
         return *(empty_tokens(x).zero_() for x in inputs[:3]), landmarks.new_zeros(landmarks.shape)
     with autocast_off(q):
-        return _implementation(q, landmarks, normalize).nystrom_attention_backward(
+        return _implementation(q, v, landmarks, normalize).nystrom_attention_backward(
             grad_out, *inputs, kept, kernel_scale, whiten_eps, kernel, normalize)
 
 

@@ -21,8 +21,8 @@ from .tiles import (
 MAPS = {'whiten': whiten, 'row': row, 'none': unnormalized}
 
 
-def serves(landmarks: Tensor, normalize: str) -> bool:
-    """Any map and any number of landmarks."""
+def serves(v: Tensor, landmarks: Tensor, normalize: str) -> bool:
+    """Any map and any sizes."""
     return True
 
 
