@@ -19,6 +19,9 @@ ALLOWED = {
     'models': {'torch', 'mmengine', 'mmcv', 'mmlaplacian.ops'},
     'hooks': {'torch', 'mmengine', 'mmlaplacian.models'},
     'optim': {'torch', 'mmengine'},
+    'export': {'torch', 'onnxscript', 'mmlaplacian.ops'},
+    # What it examines it imports by name, as none of it may work.
+    'doctor': {'torch', 'mmlaplacian.ops', 'mmlaplacian.version'},
     # The one importer of CuPy, and of NumPy, which comes with it.
     'ops.cupy_runtime': {'torch', 'cupy', 'numpy'},
     '': {'mmlaplacian.hooks', 'mmlaplacian.models', 'mmlaplacian.optim', 'mmlaplacian.version'},

@@ -99,7 +99,8 @@ def test_wheel_requires_torch_alone_and_bounds_nothing(metadata: Message) -> Non
     assert not any(sign in text.partition(';')[0] for text in optional for sign in '<=~!')
     assert metadata['Requires-Python'] == '>=3.10'
     assert set(metadata.get_all('Provides-Extra')) == {'openmmlab', 'segmentation', 'cuda12',
-                                                       'cuda13', 'test', 'bench', 'lint'}
+                                                       'cuda13', 'deploy', 'test', 'bench',
+                                                       'lint'}
 
 
 def test_wheel_has_the_version_of_the_package(metadata: Message) -> None:

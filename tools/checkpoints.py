@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from building import config_errors_explained
 from cli import UserError, one_line, walk_dicts
+from mmengine.logging import HistoryBuffer
 from mmengine.registry import MODELS
 from mmengine.runner import CheckpointLoader
+from mmengine.runner import checkpoint as mmengine_checkpoint
 from torch import nn
+
+# torch.load obeys it whatever its caller says.
+_FORCE_VARIABLE = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
+_REFUSED_OBJECT = re.compile(r'GLOBAL (\S+)')
 
 
 def require_checkpoint(path: str) -> None:
@@ -23,32 +33,79 @@ def require_checkpoint(path: str) -> None:
         raise UserError(f'checkpoint {path} does not exist (looked in {Path.cwd()})')
 
 
-def require_readable_checkpoint(path: str) -> None:
+def require_readable_checkpoint(path: str, *, trusted: bool = False) -> None:
     """Refuses a local checkpoint that does not exist or cannot be read; a URL passes.
+
+    Args:
+        path: File or URL.
+        trusted: See :func:`load_checkpoint`.
 
     Raises:
         UserError: With the path.
     """
     if '://' not in path:
-        load_checkpoint(path)
+        load_checkpoint(path, trusted=trusted)
 
 
-def load_checkpoint(path: str) -> dict:
+@contextlib.contextmanager
+def weights_only(*, trusted: bool) -> Iterator[None]:
+    """Keeps everything in the block, mmengine's fallback too, from running a checkpoint's code.
+
+    Args:
+        trusted: Whether the user vouches for the checkpoint: then nothing is changed.
+    """
+    before = os.environ.get(_FORCE_VARIABLE)
+    if not trusted:
+        os.environ[_FORCE_VARIABLE] = '1'
+    try:
+        yield
+    finally:
+        if not trusted and before is None:
+            os.environ.pop(_FORCE_VARIABLE, None)
+        elif not trusted:
+            os.environ[_FORCE_VARIABLE] = before
+
+
+def load_checkpoint(path: str, *, trusted: bool = False) -> dict:
     """Loads a checkpoint to the CPU.
 
+    Args:
+        path: File or URL.
+        trusted: Whether objects of any class may be loaded, which can run any code. Default
+            False: tensors, plain containers and what mmengine stores beside them.
+
     Raises:
-        UserError: If it does not exist or is no checkpoint.
+        UserError: If it does not exist, is no checkpoint, or holds what is not loaded.
     """
     require_checkpoint(path)
     try:
-        checkpoint = CheckpointLoader.load_checkpoint(path, map_location='cpu', logger='silent')
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError,
-            pickle.UnpicklingError) as error:
+        if '://' in path:
+            with weights_only(trusted=trusted):
+                checkpoint = CheckpointLoader.load_checkpoint(path, map_location='cpu',
+                                                              logger='silent')
+        else:
+            with torch.serialization.safe_globals(_allowed_objects()):
+                checkpoint = torch.load(path, map_location='cpu', weights_only=not trusted)
+    except pickle.UnpicklingError as error:
+        if refused := _REFUSED_OBJECT.search(str(error)):
+            raise UserError(
+                f'checkpoint {path} is refused: it holds {refused[1]}, which is no weight, and '
+                'loading it could run any code (for checkpoints of your own runs tools/train.py '
+                '--resume takes --trust-checkpoint)') from error
+        raise UserError(f'checkpoint {path} cannot be read: {one_line(error)}') from error
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError) as error:
         raise UserError(f'checkpoint {path} cannot be read: {one_line(error)}') from error
     if not isinstance(checkpoint, dict):
         raise UserError(f'checkpoint {path} holds a {type(checkpoint).__name__}, not a dict of '
                         'weights')
     return checkpoint
+
+
+def _allowed_objects() -> list:
+    """Classes and functions that mmengine's own checkpoints need."""
+    # The official mmengine has no such list.
+    listed = getattr(mmengine_checkpoint, 'get_torch_safe_globals', None)
+    return listed() if listed else [HistoryBuffer]
 
 
 def is_laplacian_former(model: object) -> bool:

@@ -121,9 +121,14 @@ def world_size(launcher: str) -> int:
     return int(os.environ.get(_WORLD_SIZE.get(launcher, ''), 1))
 
 
+def rank(launcher: str) -> int:
+    """Number of this process in its run, known before the process group exists."""
+    return int(os.environ.get(_RANK.get(launcher, ''), 0))
+
+
 def say(message: str, launcher: str) -> None:
     """Prints one line, from the first process of the run only."""
-    if int(os.environ.get(_RANK.get(launcher, ''), 0)) == 0:
+    if rank(launcher) == 0:
         print(message, flush=True)
 
 

@@ -113,6 +113,31 @@ def category_names(content: dict, path: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
+def read_structure(path: Path, *, is_evaluated: bool) -> dict:
+    """Reads an annotation file whose sections, fields and ids are right.
+
+    Args:
+        path: COCO instance annotation file.
+        is_evaluated: Whether pycocotools evaluates on it, which needs ``iscrowd``.
+
+    Raises:
+        UserError: With the file and the reason.
+    """
+    content = load_json(path)
+    category_names(content, path)
+    images = _entries(
+        content, 'images', dict(id=_ID, file_name=str, height=_NUMBER, width=_NUMBER), path)
+    fields = dict(id=_ID, image_id=_ID, category_id=_ID, bbox=list, area=_NUMBER)
+    if is_evaluated:
+        fields['iscrowd'] = (int, bool)
+    annotations = _entries(content, 'annotations', fields, path)
+    if not images:
+        raise UserError(f'annotation file {path} lists no images')
+    _refuse_repeated([image['id'] for image in images], 'image id', path)
+    _refuse_repeated([ann['id'] for ann in annotations], 'annotation id', path)
+    return content
+
+
 def read_coco_file(path: Path, *, needs_masks: bool, is_evaluated: bool) -> CocoFile:
     """Reads and checks an annotation file.
 
@@ -124,51 +149,22 @@ def read_coco_file(path: Path, *, needs_masks: bool, is_evaluated: bool) -> Coco
     Raises:
         UserError: With the file and the reason, if mmdet could not train or evaluate on it.
     """
-    content = load_json(path)
-    names = category_names(content, path)
-    images = _entries(
-        content, 'images', dict(id=_ID, file_name=str, height=_NUMBER, width=_NUMBER), path)
-    fields = dict(id=_ID, image_id=_ID, category_id=_ID, bbox=list, area=_NUMBER)
-    if is_evaluated:
-        fields['iscrowd'] = (int, bool)
-    annotations = _entries(content, 'annotations', fields, path)
-    if not images:
-        raise UserError(f'annotation file {path} lists no images')
-    _refuse_repeated([image['id'] for image in images], 'image id', path)
-    _refuse_repeated([ann['id'] for ann in annotations], 'annotation id', path)
-
-    category_ids = [category['id'] for category in content['categories']]
-    known_categories = set(category_ids)
-    known_images = {image['id']: image for image in images}
+    content = read_structure(path, is_evaluated=is_evaluated)
+    names = tuple(category['name'] for category in content['categories'])
+    images, annotations = content['images'], content['annotations']
+    checks = AnnotationChecks.of(content, needs_masks)
     annotated: set = set()
     with_object: set = set()
     maskless = []
     num_dropped = 0
     first_unused = ''
     for ann in annotations:
-        if ann['category_id'] not in known_categories:
-            raise UserError(
-                f'annotation file {path}: annotation {ann["id"]} has category_id '
-                f'{ann["category_id"]!r}, but the categories are {_shortened(category_ids)}')
-        if ann['image_id'] not in known_images:
-            raise UserError(f'annotation file {path}: annotation {ann["id"]} has image_id '
-                            f'{ann["image_id"]!r}, which is not the id of any image')
-        box = ann['bbox']
-        if len(box) != 4 or not all(isinstance(value, _NUMBER) for value in box):
-            raise UserError(f'annotation file {path}: annotation {ann["id"]} has bbox {box!r} '
-                            'instead of four numbers x, y, width, height')
-        if not all(map(math.isfinite, (*box, ann['area']))):
-            raise UserError(f'annotation file {path}: annotation {ann["id"]} has bbox {box!r} and '
-                            f'area {ann["area"]!r}, but all must be finite')
-        image = known_images[ann['image_id']]
+        if fault := checks.fault(ann):
+            raise UserError(f'annotation file {path}: {fault}')
         if not ann.get('segmentation'):
             maskless.append(ann['id'])
-        elif needs_masks and (fault := segmentation_fault(
-                ann['segmentation'], image['height'], image['width'])):
-            raise UserError(f'annotation file {path}: the segmentation of annotation {ann["id"]} '
-                            f'is malformed: {fault}')
         annotated.add(ann['image_id'])
-        fault = _reason_to_drop(ann, image)
+        fault = checks.reason_to_drop(ann)
         num_dropped += fault is not None
         if fault is None and not ann.get('iscrowd'):
             with_object.add(ann['image_id'])
@@ -190,21 +186,63 @@ def read_coco_file(path: Path, *, needs_masks: bool, is_evaluated: bool) -> Coco
         first_unused=first_unused)
 
 
-def _reason_to_drop(ann: dict, image: dict) -> str | None:
-    """Why ``mmdet.CocoDataset`` drops an annotation without a word, or None if it does not."""
-    if ann.get('ignore'):
-        return 'it is marked as ignore'
-    x, y, width, height = box = ann['bbox']
-    if width < 1 or height < 1:
-        return (f'its bbox {box!r} is less than a pixel wide or high (bbox is x, y, width, height '
-                'in pixels)')
-    if ann['area'] <= 0:
-        return f'its area is {ann["area"]!r}'
-    if (min(x + width, image['width']) <= max(x, 0)
-            or min(y + height, image['height']) <= max(y, 0)):
-        return (f'its bbox {box!r} lies outside the image of {image["width"]} x '
-                f'{image["height"]} pixels')
-    return None
+@dataclass(frozen=True)
+class AnnotationChecks:
+    """Checks of single annotations whose fields have the right types.
+
+    Args:
+        category_ids: In the order of the file.
+        images: By id.
+        needs_masks: Whether segmentations are read.
+    """
+
+    category_ids: dict[int | str, None]
+    images: dict[int | str, dict]
+    needs_masks: bool
+
+    @classmethod
+    def of(cls, content: dict, needs_masks: bool) -> AnnotationChecks:
+        """Those of a file whose images and categories have been checked."""
+        return cls(dict.fromkeys(category['id'] for category in content['categories']),
+                   {image['id']: image for image in content['images']}, needs_masks)
+
+    def fault(self, ann: dict) -> str | None:
+        """Why training on the annotation is refused, or None."""
+        if ann['category_id'] not in self.category_ids:
+            return (f'annotation {ann["id"]} has category_id {ann["category_id"]!r}, but the '
+                    f'categories are {_shortened(list(self.category_ids))}')
+        if ann['image_id'] not in self.images:
+            return (f'annotation {ann["id"]} has image_id {ann["image_id"]!r}, which is not the '
+                    'id of any image')
+        box = ann['bbox']
+        if len(box) != 4 or not all(isinstance(value, _NUMBER) for value in box):
+            return (f'annotation {ann["id"]} has bbox {box!r} instead of four numbers x, y, '
+                    'width, height')
+        if not all(map(math.isfinite, (*box, ann['area']))):
+            return (f'annotation {ann["id"]} has bbox {box!r} and area {ann["area"]!r}, but all '
+                    'must be finite')
+        image = self.images[ann['image_id']]
+        if self.needs_masks and ann.get('segmentation') and (fault := segmentation_fault(
+                ann['segmentation'], image['height'], image['width'])):
+            return f'the segmentation of annotation {ann["id"]} is malformed: {fault}'
+        return None
+
+    def reason_to_drop(self, ann: dict) -> str | None:
+        """Why ``mmdet.CocoDataset`` drops an annotation without a word, or None."""
+        image = self.images[ann['image_id']]
+        if ann.get('ignore'):
+            return 'it is marked as ignore'
+        x, y, width, height = box = ann['bbox']
+        if width < 1 or height < 1:
+            return (f'its bbox {box!r} is less than a pixel wide or high (bbox is x, y, width, '
+                    'height in pixels)')
+        if ann['area'] <= 0:
+            return f'its area is {ann["area"]!r}'
+        if (min(x + width, image['width']) <= max(x, 0)
+                or min(y + height, image['height']) <= max(y, 0)):
+            return (f'its bbox {box!r} lies outside the image of {image["width"]} x '
+                    f'{image["height"]} pixels')
+        return None
 
 
 def _entries(content: dict, section: str, fields: dict[str, type | tuple[type, ...]],

@@ -10,6 +10,7 @@ from class_folders import class_folders, dataset_kind, image_folder
 from cli import UserError, walk_dicts
 from coco_file import category_names, load_json
 from mmengine.config import Config
+from mmengine.fileio import list_from_file
 
 # Reading COCO's 450 MB of training annotations once more would cost 10 s at every start.
 _MAX_BYTES_TO_READ = 100 * 2**20
@@ -141,7 +142,7 @@ def _class_names(dataset: dict, split: str) -> tuple[str, ...]:
         return tuple(CocoDataset.METAINFO['classes'])
     if isinstance(classes, str):
         if os.path.isfile(classes):
-            return tuple(Path(classes).read_text(encoding='utf-8').split('\n'))
+            return tuple(list_from_file(classes))
         raise UserError(f'metainfo.classes of {split}_dataloader is the text {classes!r}; for '
                         f'one class write a tuple with a comma: ({classes!r}, )')
     return tuple(classes)

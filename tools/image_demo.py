@@ -13,7 +13,7 @@ import cv2
 import mmcv
 import torch
 from building import config_errors_explained, make_folder
-from checkpoints import check_checkpoint_fits, load_checkpoint
+from checkpoints import check_checkpoint_fits, load_checkpoint, weights_only
 from cli import CfgOptions, UserError, exits_on_user_error, one_line
 from config_file import load_config, merge_cfg_options, require_settings
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from drawing import draw_instances  # slow imports, after the checks
     from mmdet.apis import inference_detector, init_detector
-    with config_errors_explained(args.config):
+    with config_errors_explained(args.config), weights_only(trusted=False):
         model = init_detector(cfg, args.checkpoint, device=args.device)
     check_checkpoint_fits(checkpoint, model, args.checkpoint)
     classes = model.dataset_meta['classes']

@@ -14,6 +14,7 @@ from checkpoints import (
     check_checkpoint_fits,
     load_checkpoint,
     require_checkpoint,
+    weights_only,
 )
 from class_folders import check_class_folders
 from cli import (
@@ -24,7 +25,7 @@ from cli import (
     set_up_launcher,
     walk_dicts,
 )
-from coco_data import add_data_arguments, apply_own_data, parse_own_data
+from coco_data import OwnData, add_data_arguments, apply_own_data, parse_own_data
 from config_file import (
     is_classifier,
     load_config,
@@ -74,7 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out is not None and Path(args.out).suffix not in ('.pkl', '.pickle'):
         parser.error(f'argument --out: {args.out!r} must end in .pkl or .pickle')
     own_data = parse_own_data(parser, args, needs_train=False)
+    with weights_only(trusted=False):
+        return _test(args, own_data)
 
+
+def _test(args: argparse.Namespace, own_data: OwnData | None) -> int:
     cfg = load_config(args.config)
     require_checkpoint(args.checkpoint)
     if own_data is not None:

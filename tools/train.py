@@ -13,10 +13,12 @@ from checkpoints import (
     is_laplacian_former,
     require_checkpoint,
     require_readable_checkpoint,
+    weights_only,
 )
 from class_folders import check_class_folders
 from cli import UserError, add_runner_arguments, exits_on_user_error, say, set_up_launcher
 from coco_data import (
+    OwnData,
     add_data_arguments,
     apply_own_data,
     num_training_images,
@@ -34,7 +36,7 @@ from config_file import (
 from data_checks import check_class_names, check_data_present
 from mmengine.config import Config
 from mmengine.device import get_device
-from mmengine.runner import find_latest_checkpoint
+from run_state import add_safeguards, claimed, newest_intact_checkpoint
 
 _NEEDED = ('model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
 
@@ -46,6 +48,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         '--resume', nargs='?', const='auto', metavar='CHECKPOINT',
         help='go on from CHECKPOINT, or without a value from the latest one in the work dir')
+    parser.add_argument(
+        '--trust-checkpoint', action='store_true',
+        help='with --resume: load objects of any class from the checkpoint, which can run any '
+             'code; for checkpoints of your own runs')
     parser.add_argument(
         '--pretrained', metavar='CHECKPOINT',
         help='start from the backbone in CHECKPOINT, of a classifier, a detector or the backbone '
@@ -73,7 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     own_data = parse_own_data(parser, args, needs_train=True)
+    if args.trust_checkpoint and not args.resume:
+        parser.error('--trust-checkpoint needs --resume')
+    with weights_only(trusted=args.trust_checkpoint):
+        return _train(args, own_data)
 
+
+def _train(args: argparse.Namespace, own_data: OwnData | None) -> int:
     cfg = load_config(args.config)
     if args.pretrained is not None:
         _set_pretrained(cfg, args.pretrained, args.resume)
@@ -87,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f'--pretrained {args.pretrained} has no effect: load_from='
                         f'{cfg.load_from} replaces all weights; leave one of them out')
     check_pretrained(cfg.model, args.config)
+    add_safeguards(cfg)
     set_work_dir(cfg, args.config, args.work_dir)
     if is_classifier(cfg):
         set_loader_defaults(cfg)
@@ -97,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.auto_scale_lr:
         _enable_auto_scale_lr(cfg)
     if args.resume:
-        _set_resume(cfg, args.resume, args.launcher)
+        _set_resume(cfg, args.resume, args.launcher, args.trust_checkpoint)
     elif cfg.get('load_from'):
         require_readable_checkpoint(cfg.load_from)
     # An empty val_cfg, the usual one of a classifier, is one too.
@@ -111,11 +124,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from mmdet.utils import setup_cache_size_limit_of_dynamo  # slow import, after the checks
     setup_cache_size_limit_of_dynamo()
-    runner = build_runner(cfg, args.config, 'train')
-    for note in notes:
-        # Through the logger, so that it stands in the log and after the long config.
-        runner.logger.info(note)
-    runner.train()
+    with claimed(cfg.work_dir, args.launcher):
+        runner = build_runner(cfg, args.config, 'train')
+        for note in notes:
+            # Through the logger, so that it stands in the log and after the long config.
+            runner.logger.info(note)
+        runner.train()
     say(f'checkpoints and the complete config: {runner.work_dir}\n'
         f'log: {Path(runner.log_dir) / f"{runner.timestamp}.log"}', args.launcher)
     return 0
@@ -151,18 +165,20 @@ def _enable_auto_scale_lr(cfg: Config) -> None:
     cfg.auto_scale_lr.enable = True
 
 
-def _set_resume(cfg: Config, resume: str, launcher: str) -> None:
+def _set_resume(cfg: Config, resume: str, launcher: str, trusted: bool) -> None:
     cfg.resume = True
     if resume != 'auto':
-        require_readable_checkpoint(resume)
+        require_readable_checkpoint(resume, trusted=trusted)
         cfg.load_from = resume
         return
-    cfg.load_from = None
-    latest = find_latest_checkpoint(cfg.work_dir)
+    latest, notes = newest_intact_checkpoint(cfg.work_dir, trusted=trusted)
+    cfg.load_from = latest
     if latest is None:
+        # mmengine would look into last_checkpoint itself.
+        cfg.resume = False
         say(f'nothing to resume in {cfg.work_dir}: training starts at the beginning', launcher)
-    else:
-        require_readable_checkpoint(latest)
+    elif notes:
+        say(f'{"; ".join(notes)}: resuming from {latest}, the newest intact one', launcher)
 
 
 if __name__ == '__main__':

@@ -1,4 +1,6 @@
 from .epoch_seed import EpochSeedHook
+from .finite_loss import FiniteLossHook
+from .safe_checkpoint import SafeCheckpointHook
 from .zero_attention import ZeroAttentionHook
 
-__all__ = ['EpochSeedHook', 'ZeroAttentionHook']
+__all__ = ['EpochSeedHook', 'FiniteLossHook', 'SafeCheckpointHook', 'ZeroAttentionHook']

@@ -73,6 +73,8 @@ def no_runner(tool: Callable[[str], ModuleType],
 
     for name in ('train', 'test'):
         monkeypatch.setattr(tool(name), 'build_runner', refuse)
+    # It would make the work dir.
+    monkeypatch.setattr(tool('train'), 'claimed', lambda *_: contextlib.nullcontext())
     return Built
 
 

@@ -157,7 +157,7 @@ def test_resume_options(final_config, make_config, data_flags, tmp_path, capsys)
     assert cfg.resume is True
     assert cfg.load_from == str(checkpoint)
     cfg = final_config(make_config(), *data_flags, '--work-dir', tmp_path / 'new', '--resume')
-    assert cfg.resume is True
+    assert cfg.resume is False
     assert cfg.load_from is None
     assert f'nothing to resume in {tmp_path / "new"}' in capsys.readouterr().out
 

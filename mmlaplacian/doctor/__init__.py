@@ -1,0 +1,1 @@
+"""``python -m mmlaplacian.doctor``: what is installed, what each op will run, and what to mend."""
