@@ -39,6 +39,11 @@ def test_b41_backbone_is_linear_in_the_image():
     solver = heads * 2 * default_iters(49, 1e-2, torch.float32) * 49**3
     small, large = (entry['flops'] - solver for entry in info)
     assert 3.95 < large / small < 4.05
-    assert info[1]['activations'] == pytest.approx(4 * info[0]['activations'], rel=1e-2)
+    # Pooling to 7 columns and then to 7 rows grows with the side or not at all.
+    small, large = (entry['activations'] - sum(
+        2 * 7 * (side // stride + 7) * channels
+        for stride, channels in zip((4, 8, 16, 32), (64, 128, 320, 512), strict=True))
+        for entry, side in zip(info, (224, 448), strict=True))
+    assert large == pytest.approx(4 * small, rel=5e-3)
     assert not any('mmlaplacian' in name or 'PythonOp' in name
                    for name in count(model, 3, 64, 64)[1])
