@@ -24,13 +24,15 @@ class OwnData:
         root: ``--data``.
         train_ann: ``--train-ann``; None if only testing.
         val_ann: ``--val-ann``.
-        image_dir: Folder below which the images lie.
+        image_dir: Folder below which the training images lie.
+        val_image_dir: Folder below which those of ``val_ann`` lie.
     """
 
     root: Path
     train_ann: Path | None
     val_ann: Path
     image_dir: Path
+    val_image_dir: Path
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +49,9 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
                             'same categories in the same order')
     group.add_argument('--img-prefix', metavar='DIR',
                        help='folder of the images, absolute or relative to ROOT (default: ROOT)')
+    group.add_argument('--val-img-prefix', metavar='DIR',
+                       help='folder of the images of --val-ann, where it is another one '
+                            '(default: that of --img-prefix)')
 
 
 def parse_own_data(parser: argparse.ArgumentParser, args: argparse.Namespace, *,
@@ -58,22 +63,28 @@ def parse_own_data(parser: argparse.ArgumentParser, args: argparse.Namespace, *,
         args: Parsed arguments.
         needs_train: Whether ``--train-ann`` is required beside ``--data``.
     """
+
+    def given(flag: str) -> bool:
+        return getattr(args, flag[2:].replace('-', '_')) is not None
+
     if args.data is None:
-        for flag in ('--train-ann', '--val-ann', '--img-prefix'):
-            if getattr(args, flag[2:].replace('-', '_')) is not None:
+        for flag in ('--train-ann', '--val-ann', '--img-prefix', '--val-img-prefix'):
+            if given(flag):
                 parser.error(f'{flag} needs --data ROOT')
         return None
     required = ('--train-ann', '--val-ann') if needs_train else ('--val-ann', )
-    missing = [f for f in required if getattr(args, f[2:].replace('-', '_')) is None]
+    missing = [flag for flag in required if not given(flag)]
     if missing:
         parser.error(f'--data needs {" and ".join(missing)}')
     # Absolute, so that the config dumped in the work dir works from anywhere.
     root = Path(os.path.abspath(args.data))
+    image_dir = root / (args.img_prefix or '')
     return OwnData(
         root=root,
         train_ann=None if args.train_ann is None else root / args.train_ann,
         val_ann=root / args.val_ann,
-        image_dir=root / (args.img_prefix or ''))
+        image_dir=image_dir,
+        val_image_dir=root / args.val_img_prefix if given('--val-img-prefix') else image_dir)
 
 
 def apply_own_data(cfg: Config, data: OwnData) -> list[str]:
@@ -87,9 +98,11 @@ def apply_own_data(cfg: Config, data: OwnData) -> list[str]:
     """
     if not data.root.is_dir():
         raise UserError(f'--data {data.root} is not a folder')
-    if not data.image_dir.is_dir():
-        raise UserError(f'image folder {data.image_dir} does not exist; --img-prefix is '
-                        f'relative to --data {data.root}')
+    for flag, folder in (('--img-prefix', data.image_dir),
+                         ('--val-img-prefix', data.val_image_dir)):
+        if not folder.is_dir():
+            raise UserError(f'image folder {folder} does not exist; {flag} is relative to '
+                            f'--data {data.root}')
     masks = _trains_masks(cfg)
     val = read_coco_file(data.val_ann, needs_masks=masks, is_evaluated=True)
     train = None
@@ -102,13 +115,15 @@ def apply_own_data(cfg: Config, data: OwnData) -> list[str]:
                 f'{val.path} lists {", ".join(val.class_names)}; both must list the same names '
                 'in the same order, because mmdet numbers labels by the order in the file')
         _require_objects(train)
-    for split, file in (
-            [('test', val)] if train in (None, val) else [('train', train), ('test', val)]):
-        _require_images(file, data.image_dir)
-        check_image_sizes(file, data.image_dir, obeys_exif=_obeys_exif(cfg, split))
+    training = [('train', train, data.image_dir)] if train else []
+    testing = [(split, val, data.val_image_dir) for split in ('val', 'test')]
+    same = train is val and data.image_dir == data.val_image_dir
+    for split, file, folder in (training if same else training + testing[1:]):
+        _require_images(file, folder, '--img-prefix' if split == 'train' else
+                        '--img-prefix or, for these images alone, --val-img-prefix')
+        check_image_sizes(file, folder, obeys_exif=_obeys_exif(cfg, split))
 
-    targets = [('val', val), ('test', val)] + ([('train', train)] if train else [])
-    datasets = [(dataset, file) for split, file in targets
+    datasets = [(dataset, file, folder) for split, file, folder in testing + training
                 for dataset in _own_datasets(cfg, split)]
     heads = [node for path, node in walk_dicts(cfg.model)
              # A region proposal head knows one class, object, whatever the data.
@@ -117,10 +132,10 @@ def apply_own_data(cfg: Config, data: OwnData) -> list[str]:
         raise UserError('--data found no num_classes in the model of the config to set to '
                         f'{len(val.class_names)}')
 
-    for dataset, file in datasets:
+    for dataset, file, folder in datasets:
         dataset['data_root'] = str(data.root)
         dataset['ann_file'] = str(file.path)
-        dataset['data_prefix'] = dict(img=str(data.image_dir))
+        dataset['data_prefix'] = dict(img=str(folder))
         dataset['metainfo'] = dict(
             classes=val.class_names, palette=_palette(len(val.class_names)))
     for split in ('val', 'test'):
@@ -221,13 +236,14 @@ def _obeys_exif(cfg: Config, split: str) -> bool:
         color == 'unchanged' or color.endswith('ignore_orientation') for color in colors)
 
 
-def _require_images(file: CocoFile, image_dir: Path) -> None:
-    missing = [image.file_name for image in file.images
-               if not (image_dir / image.file_name).is_file()]
+def _require_images(file: CocoFile, image_dir: Path, flag: str) -> None:
+    missing = [image for image in file.images if not (image_dir / image.file_name).is_file()]
     if missing:
+        first = missing[0]
         raise UserError(f'{len(missing)} of {len(file.images)} images of {file.path} do not '
-                        f'exist, e.g. {image_dir / missing[0]}; set --img-prefix to the folder '
-                        'that the file names in the annotation file start from')
+                        f'exist, e.g. image {first.id}, {image_dir / first.file_name}; set '
+                        f'{flag} to the folder that the file names in the annotation file start '
+                        'from')
 
 
 def _own_datasets(cfg: Config, split: str) -> list[dict]:

@@ -20,6 +20,7 @@ class CocoImage:
     """One image of an annotation file.
 
     Args:
+        id: As the file says.
         file_name: Path below the image folder.
         width: In pixels, as the file says.
         height: In pixels, as the file says.
@@ -29,6 +30,7 @@ class CocoImage:
             region.
     """
 
+    id: int | str
     file_name: str
     width: float
     height: float
@@ -179,7 +181,7 @@ def read_coco_file(path: Path, *, needs_masks: bool, is_evaluated: bool) -> Coco
         path=path,
         class_names=names,
         images=tuple(
-            CocoImage(image['file_name'], image['width'], image['height'],
+            CocoImage(image['id'], image['file_name'], image['width'], image['height'],
                       image['id'] in annotated, image['id'] in with_object) for image in images),
         num_annotations=len(annotations),
         num_dropped=num_dropped,

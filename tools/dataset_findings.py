@@ -119,7 +119,8 @@ def _of_file(entry: dict, path: Path, image_dir: Path, who: str, decodes: bool
     if not file.is_file():
         yield DataFinding('refused', 'image that does not exist', f'{who}: no {file}')
         return
-    image = CocoImage(entry['file_name'], entry['width'], entry['height'], True, True)
+    image = CocoImage(entry['id'], entry['file_name'], entry['width'], entry['height'], True,
+                      True)
     if fault := image_fault(image, image_dir, path, obeys_exif=True):
         yield DataFinding('refused', 'image that cannot be read or has another size', fault)
     elif decodes and not is_decodable(file):

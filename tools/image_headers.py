@@ -54,17 +54,18 @@ def image_fault(image: CocoImage, image_dir: Path, file: Path, *,
         obeys_exif: Whether the data pipeline turns the pixels by the EXIF orientation.
     """
     path = image_dir / image.file_name
+    who = f'image {image.id}, {path}'
     try:
         with Image.open(path) as header:
             size, turned = header.size, obeys_exif and _swaps_sides(header)
             kind, mode = header.format, header.mode
     except (OSError, ValueError):
-        return f'image {path} of {file} cannot be read as an image'
+        return f'{who} of {file} cannot be read as an image'
     if kind == 'TIFF' and mode in _UNREADABLE_MODES:
-        return (f'image {path} of {file} has 32-bit samples, which OpenCV does not read; store it '
+        return (f'{who} of {file} has 32-bit samples, which OpenCV does not read; store it '
                 'with 8 or 16 bits')
     if _ends_early(path, kind) and not is_decodable(path):
-        return (f'image {path} of {file} is truncated: its header says {size[0]} x {size[1]} '
+        return (f'{who} of {file} is truncated: its header says {size[0]} x {size[1]} '
                 'pixels, but not all of them are there')
     seen = size[::-1] if turned else size
     if seen == (image.width, image.height):
@@ -72,7 +73,7 @@ def image_fault(image: CocoImage, image_dir: Path, file: Path, *,
     reason = (f'; its pixels are stored as {size[0]} x {size[1]} and turned by its EXIF '
               'orientation, and the annotations must be in the displayed orientation'
               if turned else '')
-    return (f'image {path} is {seen[0]} x {seen[1]} pixels (width x height), but {file} says '
+    return (f'{who} is {seen[0]} x {seen[1]} pixels (width x height), but {file} says '
             f'{image.width} x {image.height}{reason}')
 
 

@@ -21,7 +21,7 @@ def check(tool, make_config, data_root, content):
         coco_data = tool('coco_data')
         return coco_data.apply_own_data(Config.fromfile(make_config(kind, extra)), (
             coco_data.OwnData(data_root, data_root / 'train.json', data_root / 'val.json',
-                              data_root / 'images')))
+                              data_root / 'images', data_root / 'images')))
 
     return run
 
@@ -169,12 +169,13 @@ def test_sizes_are_those_that_mmcv_reads(tool, tmp_path, suffix):
         write_turned(path, orientation)
         height, width = mmcv.imread(str(path)).shape[:2]
         for sides, fits in (((width, height), True), ((height, width), False)):
-            image = coco_file.CocoImage(path.name, *sides, True, True)
+            image = coco_file.CocoImage(7, path.name, *sides, True, True)
             file = coco_file.CocoFile(tmp_path / 'a.json', ('nut', ), (image, ), 0, 0, '')
             if fits:
                 check_sizes(file, tmp_path)
                 continue
-            with pytest.raises(tool('cli').UserError, match=f'is {width} x {height} pixels'):
+            with pytest.raises(tool('cli').UserError,
+                               match=f'image 7, {path} is {width} x {height} pixels'):
                 check_sizes(file, tmp_path)
 
 
@@ -201,7 +202,7 @@ def test_other_sizes_are_refused(refused, content):
 def test_files_that_are_no_images(refused, data_root, content, text):
     (data_root / 'images' / 'bad.jpg').write_text(text)
     content['images'][1]['file_name'] = 'bad.jpg'
-    assert 'bad.jpg of ' in (message := refused())
+    assert f'image 1, {data_root / "images" / "bad.jpg"} of ' in (message := refused())
     assert 'cannot be read as an image' in message
 
 

@@ -36,7 +36,7 @@ def refused_by_training(tool, make_config, data_root):
         try:
             coco_data.apply_own_data(Config.fromfile(make_config(kind)), coco_data.OwnData(
                 data_root, data_root / 'train.json', data_root / 'val.json',
-                data_root / 'images'))
+                data_root / 'images', data_root / 'images'))
         except tool('cli').UserError as error:
             return str(error)
         return ''

@@ -109,11 +109,51 @@ def test_testing_needs_no_training_annotations(apply, make_config, data_root):
     assert cfg.model.bbox_head.num_classes == 3
 
 
+@pytest.mark.parametrize('needs_train', [True, False])
+def test_two_image_folders(apply, make_config, data_root, data_flags, needs_train):
+    (data_root / 'elsewhere').mkdir()
+    for image in (data_root / 'images').iterdir():
+        image.rename(data_root / 'elsewhere' / image.name)
+        if needs_train:
+            (data_root / 'images' / image.name).symlink_to(data_root / 'elsewhere' / image.name)
+    flags = [*data_flags, '--val-img-prefix', 'elsewhere']
+    if not needs_train:
+        del flags[2:4]
+    cfg = apply(make_config(), flags, needs_train)
+    folders = [cfg[f'{split}_dataloader'].dataset.data_prefix.img
+               for split in ('train', 'val', 'test')]
+    assert folders[1:] == [str(data_root / 'elsewhere')] * 2
+    assert (folders[0] == str(data_root / 'images')) == needs_train
+
+
+@pytest.mark.parametrize('ann', ['val.json', 'train.json'])
+@pytest.mark.parametrize(('folder', 'flag'), [('images', '--val-img-prefix'),
+                                              ('elsewhere', '--img-prefix')])
+def test_both_image_folders_are_checked(tool, apply, make_config, data_root, data_flags, folder,
+                                        flag, ann):
+    """Also where one annotation file serves both."""
+    (data_root / 'elsewhere').mkdir()
+    for image in (data_root / 'images').iterdir():
+        (data_root / 'elsewhere' / image.name).symlink_to(image)
+    empty = 'elsewhere' if folder == 'images' else 'images'
+    (data_root / empty / '2.png').unlink()
+    (data_root / empty / '2.png').mkdir()
+    flags = [*data_flags, '--val-img-prefix', 'elsewhere']
+    flags[5] = ann
+    with pytest.raises(tool('cli').UserError) as error:
+        apply(make_config(), flags)
+    assert f'1 of 4 images of {data_root}/' in str(error.value)
+    assert f'e.g. image 2, {data_root / empty / "2.png"}; set ' in str(error.value)
+    assert flag in str(error.value)
+    assert ('--val-img-prefix' in str(error.value)) == (folder == 'images')
+
+
 @pytest.mark.parametrize(('flags', 'message'), [
     (['--data', 'own'], '--data needs --train-ann and --val-ann'),
     (['--data', 'own', '--train-ann', 'a.json'], '--data needs --val-ann'),
     (['--val-ann', 'a.json'], '--val-ann needs --data ROOT'),
     (['--img-prefix', 'images'], '--img-prefix needs --data ROOT'),
+    (['--val-img-prefix', 'images'], '--val-img-prefix needs --data ROOT'),
 ])
 def test_flags_that_do_not_go_together(tool, capsys, flags, message):
     with pytest.raises(SystemExit) as exit_info:
@@ -191,7 +231,7 @@ def reorder_categories(content: dict) -> None:
     (empty('images'), 'lists no images'),
     (empty('annotations'), 'has no image with annotations'),
     (number_as_file_name, "entry 2 of 'images' has file_name 12, not of type str"),
-    (lose_an_image, '1 of 4 images of'),
+    (lose_an_image, 'e.g. image 2, '),
     (rename_category, 'lists nut, fig, Date'),
     (reorder_categories, 'lists date, fig, nut'),
 ])
@@ -250,6 +290,12 @@ def test_folders_that_do_not_fit(tool, apply, make_config, data_flags, index, va
     with pytest.raises(tool('cli').UserError) as error:
         apply(make_config(), data_flags)
     assert message in str(error.value)
+
+
+def test_the_second_folder_must_exist(tool, apply, make_config, data_flags):
+    with pytest.raises(tool('cli').UserError) as error:
+        apply(make_config(), [*data_flags, '--val-img-prefix', 'gone'])
+    assert 'gone does not exist; --val-img-prefix is relative to --data' in str(error.value)
 
 
 def test_other_data_set_types_are_refused(tool, apply, make_config, data_flags):

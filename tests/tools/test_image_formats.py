@@ -125,9 +125,10 @@ def test_b38_names_say_nothing_about_the_format(pipelines, tmp_path):
 def test_b38_32_bit_samples_are_refused_by_name(tool, tmp_path, mode):
     Image.fromarray(pixels(1)[..., 0]).convert(mode).save(tmp_path / 'deep.tif')
     coco_file = tool('coco_file')
-    image = coco_file.CocoImage('deep.tif', WIDTH, HEIGHT, True, True)
+    image = coco_file.CocoImage(7, 'deep.tif', WIDTH, HEIGHT, True, True)
     file = coco_file.CocoFile(tmp_path / 'a.json', ('nut', ), (image, ), 0, 0, '')
-    with pytest.raises(tool('cli').UserError, match=r'deep\.tif of .*a\.json has 32-bit samples'):
+    with pytest.raises(tool('cli').UserError,
+                       match=r'image 7, .*deep\.tif of .*a\.json has 32-bit samples'):
         tool('image_headers').check_image_sizes(file, tmp_path)
 
 
