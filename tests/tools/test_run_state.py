@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from mmengine.logging import HistoryBuffer
+from mmengine.model import BaseModel
+from mmengine.runner import Runner
+
+import mmlaplacian  # noqa: F401, registers the hook
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -162,6 +166,17 @@ def test_imports_and_hooks_of_the_config_stay(final_config, make_config, data_fl
 # ---- Untrusted files
 
 
+class Line(BaseModel):
+    """Learns nothing in particular."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor, mode: str) -> dict:
+        return dict(loss=self.line(x).square().mean())
+
+
 class Evil:
     """Unpickled, it leaves a file."""
 
@@ -260,6 +275,56 @@ def test_other_processes_of_one_run_do_not_claim(tool, tmp_path, monkeypatch):
         monkeypatch.setenv('RANK', '1')
         with claimed(str(tmp_path), 'pytorch'):
             pass
+
+
+def killed_at(step: int, runner: Runner, folder: Path) -> bool:
+    """Trains in a child that dies before its step-th change of a file; False where it has less."""
+    child = os.fork()
+    if child:
+        status = os.waitpid(child, 0)[1]
+        assert status in (0, signal.SIGKILL)
+        return status != 0
+    try:
+        changes = iter(range(step))
+
+        def kill(event: str, arguments: tuple) -> None:
+            if event in ('os.rename', 'os.remove') or (
+                    event == 'open' and arguments[2] & os.O_ACCMODE):
+                if str(arguments[0]).startswith(str(folder)) and next(changes, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(kill)
+        runner.train()
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def test_killed_before_every_change_of_a_file(tool, tmp_path):
+    """Checkpoints of 3 epochs, one of them kept: what was complete is there to go on from."""
+    run_state, load = tool('run_state'), tool('checkpoints').load_checkpoint
+    runner = Runner(
+        model=Line(), work_dir=str(tmp_path), train_dataloader=dict(
+            batch_size=1, dataset=[(torch.ones(1), )], num_workers=0,
+            sampler=dict(type='DefaultSampler', shuffle=False),
+            collate_fn=dict(type='default_collate')),
+        train_cfg=dict(by_epoch=True, max_epochs=3),
+        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)), default_hooks=dict(
+            checkpoint=dict(type='SafeCheckpointHook', interval=1, max_keep_ckpts=1)))
+    resumed = [0]
+    died = True
+    while died:
+        for path in tmp_path.iterdir():
+            if path.is_file():
+                path.unlink()
+        died = killed_at(len(resumed) - 1, runner, tmp_path)
+        for path in tmp_path.glob('*.pth'):
+            assert load(str(path))['meta']['epoch'] == int(path.stem[6:])
+        path, notes = run_state.newest_intact_checkpoint(str(tmp_path), trusted=False)
+        assert notes == []
+        resumed.append(int(Path(path).stem[6:]) if path else 0)
+    assert resumed == sorted(resumed) and set(resumed) == {0, 1, 2, 3}
+    assert len(resumed) > 9
 
 
 TRAINING = """
