@@ -53,13 +53,13 @@ def _pvt() -> nn.Module:
 
 
 BUILDERS: dict[str, Callable[[], nn.Module]] = {OWN: _own, PVT: _pvt, SWIN: _SwinStages}
-_PACKAGES = {PVT: 'timm', SWIN: 'torchvision'}
+_PACKAGES = {OWN: ('mmengine', 'mmcv'), PVT: ('timm', ), SWIN: ('torchvision', )}
 
 
 def missing(name: str) -> str | None:
     """Why a model cannot be built here, None if it can."""
-    package = _PACKAGES.get(name, 'torch')
-    return None if find_spec(package) else f'{package} is not installed'
+    absent = [package for package in _PACKAGES.get(name, ()) if find_spec(package) is None]
+    return f'{" and ".join(absent)} not installed' if absent else None
 
 
 def available() -> dict[str, nn.Module]:

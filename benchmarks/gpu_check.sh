@@ -2,6 +2,7 @@
 # Tests the CUDA kernels on a GPU, then times the ops whose tests are green: about 5 minutes.
 #   benchmarks/gpu_check.sh [--quick] [--out FILE.json]
 # Needs Python 3.10 to 3.12 with torch, CuPy and pytest; the project need not be installed.
+# With mmengine and mmcv, whole backbones go to FILE_backbones.json.
 # PYTHON names the interpreter (default: python3). The exit status is that of the tests, or 2
 # where nothing could run.
 set -euo pipefail
@@ -13,7 +14,7 @@ while (($#)); do
   case $1 in
     --quick) quick=(--quick) ;;
     --out) out=${2:?--out needs a file name}; shift ;;
-    -h | --help) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "gpu_check.sh takes --quick and --out FILE.json, got $1." >&2; exit 2 ;;
   esac
   shift
@@ -43,4 +44,6 @@ rm -f "$results"
 status=0
 "$python" -m pytest -m gpu tests/ops -q -p no:cacheprovider --junitxml="$results" || status=$?
 "$python" benchmarks/gpu_ops.py --tests "$results" --out "$out" ${quick[@]+"${quick[@]}"}
+"$python" benchmarks/gpu_backbones.py --tests "$results" --out "${out%.json}_backbones.json" \
+  ${quick[@]+"${quick[@]}"}
 exit "$status"

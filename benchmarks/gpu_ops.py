@@ -5,37 +5,20 @@ It needs torch and CuPy, and the package on the module path.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
+from gpu_part import build_parser, device_and_refusals, write
 from op_cases import OWN, Case, cases, compile_settings, functions, growth
-from red_tests import red_tests, refused_ops
+from parts import ROOT
 from report import environment, markdown, refused, row
 from timing import NotTimed, Outcome, Timing, time_in_turn
 
 from mmlaplacian.ops import use_backend
 
-ROOT = Path(__file__).resolve().parents[1]
 LONGEST_CALL_MS = 1000
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description='Time the ops against their peers on a GPU; write JSON and a table.')
-    parser.add_argument('--tests', type=Path, required=True, metavar='FILE',
-                        help='JUnit file of the gpu tests: an op with a red test is not timed')
-    parser.add_argument('--out', type=Path, required=True, metavar='FILE',
-                        help='JSON file to write; the table goes beside it, with suffix .md')
-    parser.add_argument('--quick', action='store_true', help='only the smallest size of each op')
-    parser.add_argument('--seconds', type=float, default=120, metavar='S',
-                        help='start no further case after that time (default: 120)')
-    return parser
 
 
 class _Pace:
@@ -113,29 +96,14 @@ def summary(timed: Mapping[str, object]) -> str:
                      for name, outcome in timed['outcomes'].items())
 
 
-def write(record: Mapping[str, object], out: Path) -> None:
-    """Writes the JSON file and the table beside it."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + '\n', encoding='utf-8')
-    out.with_suffix('.md').write_text(markdown(record), encoding='utf-8')
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; 2 where it cannot run."""
-    options = build_parser().parse_args(arguments)
-    if not torch.cuda.is_available():
-        print(f'gpu_ops.py needs a CUDA device, but torch {torch.__version__} sees none.',
-              file=sys.stderr)
-        return 2
-    try:
-        refusals = refused_ops(red_tests(options.tests))
-    except (OSError, ValueError, SyntaxError) as error:
-        print(f'--tests must name a JUnit file of the gpu tests: {error}.', file=sys.stderr)
-        return 2
+    options = build_parser('Time the ops against their peers on a GPU; write JSON and a table.',
+                           seconds=120).parse_args(arguments)
+    device, refusals = device_and_refusals('gpu_ops.py', options.tests)
     with use_backend('cupy'), compile_settings():
-        record = measure(cases(options.quick), refusals, torch.device('cuda', 0), options.seconds)
-    write(record, options.out)
-    print(f'{options.out} and {options.out.with_suffix(".md")} written')
+        record = measure(cases(options.quick), refusals, device, options.seconds)
+    write(record, markdown(record), options.out)
     return 0
 
 

@@ -7,23 +7,28 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from attention_peers import segment_means
+from stored_attention import composed
 from torch import Tensor
 
 from mmlaplacian.ops import laplacian_kernel, newton_schulz_inverse, nystrom_attention
+from mmlaplacian.ops.nystrom_attention import cupy_impl
 
-OWN = 'mmlaplacian'
-CDIST, BROADCAST, SDPA, INVERSE = ('torch.cdist + exp', 'compiled broadcast', 'SDPA, N x N',
-                                   'torch.linalg.inv')
+OWN, UNFUSED = 'mmlaplacian', 'unfused kernels'
+CDIST, BROADCAST, INVERSE = 'torch.cdist + exp', 'compiled broadcast', 'torch.linalg.inv'
+SDPA, SDPA_LANDMARKS = 'SDPA, N x N', 'SDPA, N x M'
 LANDMARKS = 49
 KERNEL_SCALE = 4.0
-RIDGE = 1e-2
+RIDGE, WHITEN_EPS = 1e-2, 1e-5
 # 224 px, 448 px and 800 x 1336 px at stride 4.
 TOKENS = (3136, 12544, 66800)
 GROUPS = (4, 16, 128)
 HEAD_DIMS = (32, 64)
+ATTENTION_HEAD_DIMS = (32, )  # of every model
 DTYPES = (torch.float32, torch.bfloat16)
 MODES = ('forward', 'forward + backward')
 
@@ -68,11 +73,12 @@ def cases(quick: bool) -> Iterator[Case]:
         quick: Only the smallest size, in each dtype.
     """
     tokens, groups, dims = (x[:1] if quick else x for x in (TOKENS, GROUPS, HEAD_DIMS))
+    ops = {'laplacian_kernel': dims, 'nystrom_attention': ATTENTION_HEAD_DIMS}
     for count, mode in product(groups, MODES):
         yield Case('newton_schulz_inverse', mode, count, 0, 0, torch.float32)
-    for n, count, d, dtype, op, mode in product(
-            tokens, groups, dims, DTYPES, ('laplacian_kernel', 'nystrom_attention'), MODES):
-        yield Case(op, mode, count, n, d, dtype)
+    for n, count, dtype, op in product(tokens, groups, DTYPES, ops):
+        for d, mode in product(ops[op], MODES):
+            yield Case(op, mode, count, n, d, dtype)
 
 
 def growth(name: str) -> int:
@@ -101,6 +107,7 @@ def _compiled_broadcast() -> Callable[[Tensor, Tensor], Tensor]:
 
 def run_compiled_broadcast(q: Tensor, k: Tensor) -> Tensor:
     """The broadcast through torch.compile."""
+    q = q.view_as(q)  # landmarks with themselves are two tensors, so that k keeps its marks
     torch._dynamo.maybe_mark_dynamic(q, (0, 2))
     torch._dynamo.maybe_mark_dynamic(k, 0)
     return _compiled_broadcast()(q, k)
@@ -113,7 +120,32 @@ def cdist(q: Tensor, k: Tensor) -> Tensor:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
     """The op with the defaults of the model."""
-    return nystrom_attention(q, k, v, landmarks, KERNEL_SCALE, RIDGE)
+    return nystrom_attention(q, k, v, landmarks, KERNEL_SCALE, RIDGE, WHITEN_EPS)
+
+
+def without_fused_kernels(function: Callable[[], None]) -> Callable[[], None]:
+    """A call under which no fused kernel serves, in the backward either."""
+
+    def call() -> None:
+        with patch.object(cupy_impl, 'serves', lambda *arguments: False):
+            function()
+
+    return call
+
+
+def attention_by(kernel: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """The attention as one writes it down in torch, in float32, with one of the peers' kernels."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
+        tensors = (x.float() for x in (q, k, v, landmarks))
+        return composed(*tensors, RIDGE, WHITEN_EPS, kernel, torch.linalg.inv).to(v.dtype)
+
+    return function
+
+
+def landmark_softmax(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
+    """Softmax over the landmarks and as many means of values."""
+    return F.scaled_dot_product_attention(q, landmarks, segment_means(v, landmarks.shape[2]))
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
@@ -160,7 +192,9 @@ def _contestants(op: str) -> dict[str, Callable[..., Tensor]]:
     if op == 'newton_schulz_inverse':
         return {OWN: lambda w: newton_schulz_inverse(w, spd_lower_bound=RIDGE),
                 INVERSE: torch.linalg.inv}
-    return {OWN: attention, SDPA: softmax_attention}
+    return {OWN: attention, UNFUSED: attention, CDIST: attention_by(cdist),
+            BROADCAST: attention_by(run_compiled_broadcast), SDPA: softmax_attention,
+            SDPA_LANDMARKS: landmark_softmax}
 
 
 def bind(case: Case, contestants: Mapping[str, Callable[..., Tensor]],
@@ -178,4 +212,7 @@ def bind(case: Case, contestants: Mapping[str, Callable[..., Tensor]],
 
 def functions(case: Case, device: torch.device) -> dict[str, Callable[[], None]]:
     """What to time for a case, by the contestant's name; all share one set of inputs."""
-    return bind(case, _contestants(case.op), inputs(case, device))
+    calls = bind(case, _contestants(case.op), inputs(case, device))
+    if UNFUSED in calls:
+        calls[UNFUSED] = without_fused_kernels(calls[UNFUSED])
+    return calls

@@ -154,6 +154,12 @@ def place(where: Mapping[str, object]) -> str:
             f'{where["commit"] or "unknown"}, torch {where["torch"]}.')
 
 
+def gpu_place(where: Mapping[str, object]) -> str:
+    """The line above a GPU's tables."""
+    return (f'{where["device"]}, {where["date"]}, commit {where["commit"] or "unknown"}, torch '
+            f'{where["torch"]}, CuPy {where["cupy"]}, driver {where["driver"] or "unknown"}.')
+
+
 def markdown(record: Mapping[str, object]) -> str:
     """The record as tables, one for each op.
 
@@ -161,8 +167,7 @@ def markdown(record: Mapping[str, object]) -> str:
     times slower than the op a peer is.
     """
     where = record['environment']
-    lines = [f'{where["device"]}, {where["date"]}, commit {where["commit"] or "unknown"}, torch '
-             f'{where["torch"]}, CuPy {where["cupy"]}, driver {where["driver"] or "unknown"}.']
+    lines = [gpu_place(where)]
     floor = where['add_floor_elements_per_s']
     if floor is not None:
         lines.append(f'The floor of two float32 additions an element is {floor:.3g} elements/s.')

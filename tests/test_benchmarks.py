@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / 'benchmarks'
 CPU = torch.device('cpu')
+ATTENTION_PEERS = {'unfused kernels', 'torch.cdist + exp', 'compiled broadcast', 'SDPA, N x N',
+                   'SDPA, N x M'}
 OPS = ('laplacian_kernel', 'newton_schulz_inverse', 'nystrom_attention')
 
 
@@ -43,14 +46,14 @@ def test_every_figure_of_a_record(load, tmp_path: Path) -> None:
     chosen, lines = tiny_cases(op_cases), []
     assert len(chosen) == 10
     record = gpu_ops.measure(chosen, {}, CPU, seconds=60, say=lines.append)
-    gpu_ops.write(record, tmp_path / 'new' / 'figures.json')
+    gpu_ops.write(record, gpu_ops.markdown(record), tmp_path / 'new' / 'figures.json')
 
     stored = json.loads((tmp_path / 'new' / 'figures.json').read_text())
     assert stored == record and stored['red_tests'] == []
     assert stored['environment']['device'] == 'CPU'
     assert stored['environment']['torch'] == torch.__version__
     peers = dict(zip(OPS, [{'torch.cdist + exp', 'compiled broadcast'}, {'torch.linalg.inv'},
-                           {'SDPA, N x N'}], strict=True))
+                           ATTENTION_PEERS], strict=True))
     for case, row, line in zip(chosen, stored['rows'], lines, strict=True):
         assert set(row['outcomes']) == {'mmlaplacian', *peers[case.op]}
         assert all(outcome['milliseconds'] > 0 and outcome['repeats'] >= 3
@@ -75,12 +78,48 @@ def test_every_figure_of_a_record(load, tmp_path: Path) -> None:
 def test_peers_compute_what_the_op_computes(load) -> None:
     op_cases = load('op_cases')
     for case in tiny_cases(op_cases):
-        if case.mode == 'forward' and case.op != 'nystrom_attention':
+        if case.mode == 'forward':
             inputs = op_cases.inputs(case, CPU)
-            expected, *others = [f(*inputs) for f in op_cases._contestants(case.op).values()]
+            expected, *others = [f(*inputs) for name, f in op_cases._contestants(case.op).items()
+                                 if not name.startswith('SDPA')]
+            assert len(others) >= 1
             for other in others:
                 assert other.dtype == expected.dtype
                 torch.testing.assert_close(other, expected, rtol=2e-2, atol=1e-3)
+
+
+def test_softmax_over_landmarks(load) -> None:
+    """A landmark for each token is softmax attention."""
+    op_cases = load('op_cases')
+    q, k, v = torch.randn(3, 2, 1, 12, 4, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(op_cases.landmark_softmax(q, k, v, k),
+                               op_cases.softmax_attention(q, k, v, k))
+    assert op_cases.landmark_softmax(q, k, v, k[:, :, :5]).shape == v.shape
+
+
+def test_unfused_kernels_serve_in_forward_and_backward(load, monkeypatch) -> None:
+    from mmlaplacian.ops.nystrom_attention import cupy_impl
+
+    op_cases, seen = load('op_cases'), []
+    original = cupy_impl.serves
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q: torch.Tensor) -> torch.Tensor:
+            seen.append(cupy_impl.serves is original)
+            return q * 2
+
+        @staticmethod
+        def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+            seen.append(cupy_impl.serves is original or cupy_impl.serves(None, None, 'whiten'))
+            return grad * 2
+
+    monkeypatch.setattr(op_cases, 'attention', lambda q, k, v, landmarks: Noted.apply(q))
+    case = op_cases.Case('nystrom_attention', 'forward + backward', 2, 12, 4, torch.float32, m=5)
+    calls = op_cases.functions(case, CPU)
+    calls['unfused kernels']()
+    calls['mmlaplacian']()
+    assert seen == [False, False, True, True] and cupy_impl.serves is original
 
 
 def test_compiled_peer_has_one_variant_for_each_head_dim(load, monkeypatch) -> None:
@@ -144,11 +183,12 @@ def test_what_would_take_too_long_is_not_run(load, monkeypatch) -> None:
               for n in (4, 8, 16)]
     rows = gpu_ops.measure(chosen, {}, CPU, 60, say=lambda line: None)['rows']
     # 100 ms at 4 tokens are 400 at 8, and again 100 there are 400 at 16: all allowed.
-    assert called == [{'mmlaplacian', 'SDPA, N x N'}] * 3
+    everyone = {'mmlaplacian', *ATTENTION_PEERS}
+    assert called == [everyone] * 3
     chosen[1:] = [op_cases.Case('nystrom_attention', 'forward', 1, 16, 4, torch.float32, m=2)]
     called.clear()
     rows = gpu_ops.measure(chosen, {}, CPU, 60, say=lambda line: None)['rows']
-    assert called == [{'mmlaplacian', 'SDPA, N x N'}, {'mmlaplacian'}]
+    assert called == [everyone, everyone - {'SDPA, N x N'}]
     assert rows[1]['outcomes']['SDPA, N x N'] == {'reason': 'not run: over 1 s expected'}
 
 
@@ -209,14 +249,16 @@ def test_floor_of_the_additions(load, monkeypatch, processors, capability, clock
 def test_sizes(load) -> None:
     op_cases = load('op_cases')
     chosen = list(op_cases.cases(quick=False))
-    assert len(chosen) == len(set(chosen)) == 3 * 2 + 3 * 3 * 2 * 2 * 2 * 2
+    assert len(chosen) == len(set(chosen)) == 3 * 2 + 3 * 3 * 2 * 2 * (2 + 1)
     assert set(op_cases.cases(quick=True)) < set(chosen)
     assert [case.n for case in chosen] == sorted(case.n for case in chosen)
 
 
 @pytest.mark.parametrize('command', [
     [sys.executable, BENCHMARKS / 'gpu_ops.py', '--tests', 'a.xml', '--out', 'b.json'],
-    [BENCHMARKS / 'gpu_check.sh', '--out', 'b.json']], ids=['gpu_ops', 'gpu_check'])
+    [sys.executable, BENCHMARKS / 'gpu_backbones.py', '--tests', 'a.xml', '--out', 'b.json'],
+    [BENCHMARKS / 'gpu_check.sh', '--out', 'b.json']],
+    ids=['gpu_ops', 'gpu_backbones', 'gpu_check'])
 def test_without_a_gpu_one_sentence_and_status_2(command, tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, check=False,
                             timeout=120, env={**os.environ, 'CUDA_VISIBLE_DEVICES': '',
@@ -350,6 +392,104 @@ def test_few_repeats_are_spread_over_the_turns(load, monkeypatch) -> None:
     assert outcomes['slow'].repeats == 3 and outcomes['fast'].repeats == 9
     timed = calls[4:]
     assert [i for i, name in enumerate(timed) if name == 'slow'] == [2, 6, 10]
+
+
+class Stage(torch.nn.Module):
+    """A model as small as can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Conv2d(3, 4, 3)
+        self.calls: list[tuple[bool, torch.dtype]] = []
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        out = self.layer(x)
+        self.calls.append((self.training, out.dtype))
+        return [out]
+
+
+@pytest.fixture
+def gpu_backbones(load, monkeypatch) -> ModuleType:
+    """On the CPU: without a GPU a graph is its call."""
+    module = load('gpu_backbones')
+    models = {'mmlaplacian': Stage(), 'torchvision swin_t': Stage()}
+    monkeypatch.setattr(module, 'available', lambda: models)
+    monkeypatch.setattr(module, 'missing',
+                        lambda name: None if name in models else f'{name} not installed')
+    monkeypatch.setattr(module, '_SECONDS_EACH', 0.001)
+    monkeypatch.setattr(module.Graphed, '_captured',
+                        lambda self: SimpleNamespace(replay=self.call))
+    module.models = models
+    return module
+
+
+def test_backbones_on_a_gpu(gpu_backbones, tmp_path: Path) -> None:
+    chosen = [gpu_backbones.Case(kind, 2, 8, 8, amp)
+              for kind in gpu_backbones.SIZES for amp in (False, True)]
+    record = gpu_backbones.measure(chosen, None, CPU, 60, say=lambda line: None)
+    gpu_backbones.write(record, gpu_backbones.markdown(record), tmp_path / 'a.json')
+    assert json.loads((tmp_path / 'a.json').read_text()) == record
+    for row in record['rows']:
+        assert row['outcomes'].pop('timm pvt_v2_b1') == {'reason': 'timm pvt_v2_b1 not installed'}
+        assert set(row['outcomes']) == {'mmlaplacian', 'mmlaplacian, CUDA graph',
+                                        'torchvision swin_t'} == set(row['images_per_s'])
+        for name, outcome in row['outcomes'].items():
+            assert row['images_per_s'][name] == pytest.approx(2e3 / outcome['milliseconds'])
+    table = (tmp_path / 'a.md').read_text().splitlines()
+    assert sum(line.count(' images/s') for line in table) == 4 * 3
+    assert len({line.count('|') for line in table if '|' in line}) == 1
+    for model in gpu_backbones.models.values():
+        assert {call for call in model.calls} == {(training, dtype) for training in (False, True)
+                                                  for dtype in (torch.float32, torch.bfloat16)}
+        assert model.layer.weight.grad is not None
+
+
+def test_red_and_late_backbones_have_no_figures(gpu_backbones) -> None:
+    chosen = [gpu_backbones.Case('inference', 2, 8, 8, False)]
+    row, = gpu_backbones.measure(chosen, 'refused: 1 red tests', CPU, 60,
+                                 say=lambda line: None)['rows']
+    assert set(row['images_per_s']) == {'torchvision swin_t'} and row['speedup'] == {}
+    assert row['outcomes']['mmlaplacian, CUDA graph'] == {'reason': 'refused: 1 red tests'}
+    assert gpu_backbones.models['mmlaplacian'].calls == []
+    row, = gpu_backbones.measure(chosen, None, CPU, -1, say=lambda line: None)['rows']
+    assert row['outcomes'] == {'mmlaplacian': {'reason': 'not run: after -1 s'}}
+    assert row['images_per_s'] == {}
+
+
+def test_a_graph_is_captured_once(load, monkeypatch) -> None:
+    """With doubles of torch.cuda: warm-up calls come before the capture, replays after it."""
+    graphed, log = load('gpu_backbones').Graphed, []
+
+    class Block:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            log.append(f'enter {self.name}')
+
+        def __exit__(self, *error: object) -> None:
+            log.append(f'leave {self.name}')
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, double in (('Stream', lambda: stream), ('current_stream', lambda: stream),
+                         ('stream', lambda stream: Block('stream')),
+                         ('graph', lambda graph: Block('capture')),
+                         ('CUDAGraph', lambda: SimpleNamespace(
+                             replay=lambda: log.append('replay')))):
+        monkeypatch.setattr(torch.cuda, name, double)
+    call = graphed(lambda: log.append('call'))
+    call()
+    call()
+    assert log == ['enter stream', 'call', 'call', 'leave stream', 'enter capture', 'call',
+                   'leave capture', 'replay', 'replay']
+
+
+def test_the_check_takes_five_minutes(load) -> None:
+    """Both parts together leave two minutes to the tests and to cases that have begun."""
+    seconds = sum(float(re.search(r'seconds=(\d+)', (BENCHMARKS / f'{part}.py').read_text())[1])
+                  for part in ('gpu_ops', 'gpu_backbones'))
+    assert seconds <= 180
+    assert 'gpu_backbones.py' in (BENCHMARKS / 'gpu_check.sh').read_text()
 
 
 @pytest.mark.parametrize('part', ['cpu_ops', 'backbones', 'scaling', 'memory',
