@@ -1,0 +1,169 @@
+"""How often a warp passes through each loop of the kernels' machine code.
+
+A row for every loop, in the order in which the compiler lays them out: passes for each pass of
+the loop around it, and how many instructions with a name the loop holds itself, which tells that
+it is the loop meant. Passes are means over the warps of a block, by the rules of cuda/README.md.
+Rows of tensors are aligned to four elements, so the loops for others have 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from launches import KernelLaunch
+
+from mmlaplacian.ops.laplacian_kernel.tiling import ceil_div
+from mmlaplacian.ops.newton_schulz.tiling import Tiling as SolverTiling
+from mmlaplacian.ops.nystrom_attention.tiling import TILE
+
+_WARP = 32
+_MERGE_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A row of the table.
+
+    Args:
+        passes: Mean over the warps, for each pass of the loop around it.
+        opcode: Start of an instruction's name; empty where nothing tells.
+        count: Instructions with such a name.
+    """
+
+    passes: float
+    opcode: str = ''
+    count: int = 0
+
+
+def warp_passes(items: int, threads: int, unroll: int = 1) -> float:
+    """Mean passes of a block's warps over ``for (i = threadIdx.x; i < items; i += threads)``.
+
+    What is left over by an unrolled loop lies behind it and is counted there.
+    """
+    warps = ceil_div(threads, _WARP)
+    return sum(max(0, ceil_div(items - _WARP * warp, threads)) // unroll
+               for warp in range(warps)) / warps
+
+
+def _load(rows: int, quads: int, threads: int, share: float = 1.0) -> list[Loop]:
+    """The two forms of a tile's load; ``share`` of the tiles load it."""
+    return [Loop(0, 'LDG', 8), Loop(share * warp_passes(rows * quads, threads, 2), 'LDG.E.128', 2)]
+
+
+class _Attention:
+    """Sizes of a kernel of the attention over chunks of tokens."""
+
+    def __init__(self, launch: KernelLaunch) -> None:
+        macros = dict(launch.macros)
+        self.threads = launch.threads
+        self.m, self.d, self.d_v = (macros[name] for name in (
+            'LANDMARKS', 'HEAD_DIM', 'VALUE_DIM'))
+        self.octets, self.quads, self.value_quads = (ceil_div(self.m, 8), ceil_div(self.m, 4),
+                                                     ceil_div(self.d_v, 4))
+        self.pairs = self.octets * (self.octets + 1) // 2
+        # Walks over the rows of a triangle to that of a pair.
+        self.octet_steps = sum(a * (a + 1) for a in range(self.octets)) / self.pairs
+
+    def slices(self, width: int) -> int:
+        """Slices of a block's threads that sum over different tokens."""
+        return max(1, min(16, self.threads // width))
+
+    def tiles(self, launch: KernelLaunch) -> float:
+        """Tiles of a chunk, on average."""
+        _, _, n, rows = launch.integers[:4]
+        return ceil_div(n, TILE) / ceil_div(n, rows)
+
+    def distances(self, tiles: float) -> list[Loop]:
+        """Loads of tokens and, for a chunk's first tile, of landmarks; the distances; zeros."""
+        quads = ceil_div(self.d, 4)
+        missing = 8 * self.octets - self.m
+        return [*_load(TILE, quads, self.threads),
+                *_load(self.m, quads, self.threads, 1 / tiles),
+                Loop(self.d / 8, 'FADD', 224), Loop(warp_passes(TILE * missing, self.threads),
+                                                    'STS', 1)]
+
+
+def _landmarks(launch: KernelLaunch) -> list[Loop]:
+    sizes = _Attention(launch)
+    return [Loop(1), *sizes.distances(1)[:-1]]
+
+
+def _statistics(launch: KernelLaunch) -> list[Loop]:
+    sizes = _Attention(launch)
+    tiles, threads, slices = sizes.tiles(launch), sizes.threads, sizes.slices(sizes.pairs)
+    *distances, zeros = sizes.distances(tiles)
+    first = Loop(warp_passes(sizes.m, threads) * TILE / 8 / tiles, 'LDS', 8)
+    return [Loop(sizes.octet_steps), Loop(1, 'STG', 64), Loop(tiles), *distances,
+            Loop(zeros.passes / tiles, 'STS', 1), first, zeros,
+            Loop(TILE / slices / 2, 'FFMA', 128), Loop((slices - 1) / slices, 'LDS', 64),
+            Loop(warp_passes(8 * sizes.octets, threads), 'MUFU', 2), Loop(32 / 8, 'LDS', 8)]
+
+
+def _merge_statistics(launch: KernelLaunch) -> list[Loop]:
+    sizes = _Attention(launch)
+    _, n, rows = launch.integers
+    chunks = ceil_div(n, rows) / _MERGE_ROWS // 2
+    return [Loop(1), Loop(sizes.octet_steps), Loop(chunks, 'LDG', 4), Loop(chunks, 'LDG', 6)]
+
+
+def _keys(launch: KernelLaunch) -> list[Loop]:
+    sizes = _Attention(launch)
+    tiles, threads, quads = sizes.tiles(launch), sizes.threads, sizes.quads
+    slices = sizes.slices(sizes.octets * sizes.value_quads)
+    square = warp_passes(16 * quads * quads, threads, 4)
+    products = warp_passes(TILE // 4 * quads, threads)
+    values = warp_passes(TILE * sizes.value_quads, threads)
+    return [Loop(1, 'STG', 32), Loop(square, 'LDG', 4), Loop(square, 'LDG', 4), Loop(tiles),
+            *sizes.distances(tiles), Loop(products), Loop(quads, 'FFMA', 64),
+            Loop(warp_passes(TILE, threads), 'STS', 1), Loop(products),
+            Loop((quads + 1) / 2, 'FFMA', 64), Loop(warp_passes(TILE, threads), 'MUFU', 1),
+            Loop(quads // 4, 'LDS', 4), Loop(0, 'LDG', 4), Loop(values, 'LDG.E.128', 1),
+            Loop(TILE / slices / 2, 'FFMA', 64), Loop((slices - 1) / slices, 'LDS', 32),
+            Loop(warp_passes(sizes.d_v, threads), 'LDS', 28)]
+
+
+def _merge_keys(launch: KernelLaunch) -> list[Loop]:
+    _, n, rows = launch.integers
+    return [Loop(1), Loop(ceil_div(n, rows) / _MERGE_ROWS // 2, 'LDG', 2)]
+
+
+def _output(launch: KernelLaunch) -> list[Loop]:
+    sizes = _Attention(launch)
+    tiles, threads, quads = sizes.tiles(launch), sizes.threads, sizes.quads
+    return [Loop(1), Loop(warp_passes(16 * quads * sizes.value_quads, threads, 4), 'LDG', 4),
+            Loop(warp_passes(sizes.m, threads, 4), 'LDG', 4),
+            Loop(warp_passes(4 * sizes.value_quads, threads, 4), 'LDG', 4), Loop(tiles),
+            *sizes.distances(tiles), Loop(warp_passes(TILE // 4 * sizes.value_quads, threads)),
+            Loop(quads, 'FFMA', 64)]
+
+
+def _inverse(launch: KernelLaunch) -> list[Loop]:
+    batch, iters = launch.integers
+    m, threads = dict(launch.macros)['SIZE'], launch.threads
+    padded, rows = SolverTiling(batch, m).shared_bytes // 12, warp_passes(m, threads)
+    products = [Loop(ceil_div(m, 4), 'FFMA', 112)] * 2
+    return [Loop(1), Loop(warp_passes(padded, threads, 2), 'LDG', 2), Loop(rows),
+            Loop(m, 'FADD', 1), Loop(m, 'FMNMX', 1), Loop(warp_passes(padded, threads)),
+            Loop(iters, 'FADD', 56), *products, Loop(warp_passes(m * m, threads), 'STG', 1)]
+
+
+def _forward(launch: KernelLaunch) -> list[Loop]:
+    macros = dict(launch.macros)
+    quads = ceil_div(macros['HEAD_DIM'], 4)
+    landmarks = macros['M_THREADS'] * macros['M_OUTPUTS']
+    return [Loop(1), *_load(128, quads, launch.threads), *_load(landmarks, quads, launch.threads),
+            Loop(quads / 2, 'FADD', 448)]
+
+
+KERNELS: dict[str, Callable[[KernelLaunch], list[Loop]]] = {
+    'nystrom_attention_landmarks': _landmarks,
+    'nystrom_attention_statistics': _statistics,
+    'nystrom_attention_merge_statistics': _merge_statistics,
+    'nystrom_attention_keys': _keys,
+    'nystrom_attention_merge_keys': _merge_keys,
+    'nystrom_attention_output': _output,
+    'newton_schulz_inverse': _inverse,
+    'laplacian_kernel_forward': _forward,
+}
+"""Tables by kernel; one that is not among them has no count."""
