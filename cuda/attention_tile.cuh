@@ -11,23 +11,14 @@
 //
 // Tokens are (B, h, n, channels) with any strides but dense channels; group = image * heads + head.
 
-#ifndef KERNEL
-#define KERNEL 0
-#endif
-#if HEAD_DIM < 1 || HEAD_DIM > 256
-#error "HEAD_DIM must be 1 to 256"
-#endif
+#include "distance.cuh"
+
 #if VALUE_DIM < 1 || VALUE_DIM > 256
 #error "VALUE_DIM must be 1 to 256"
 #endif
 #if LANDMARKS < 1 || LANDMARKS > 128
 #error "LANDMARKS must be 1 to 128"
 #endif
-
-// Channels come in chunks of at most 32, evenly cut and padded to fours.
-constexpr int CHUNKS = (HEAD_DIM + 31) / 32;
-constexpr int CHUNK_QUADS = ((HEAD_DIM + CHUNKS - 1) / CHUNKS + 3) / 4;
-constexpr int CHUNK = 4 * CHUNK_QUADS;
 
 constexpr int TILE_ROWS = 32;  // threads along the tokens
 constexpr int N_OUTPUTS = 2;   // tokens a thread
@@ -93,6 +84,37 @@ __device__ __forceinline__ float4 load_channels(const Tokens &x, long long row, 
   return result;
 }
 
+// A group's rows to be written, as Tokens are read.
+struct Written {
+  Scalar *first;
+  long long stride;
+  bool vectors;
+};
+
+__device__ __forceinline__ Written written_to(Scalar *x, long long group, long long heads,
+                                              long long image_stride, long long head_stride,
+                                              long long token_stride) {
+  return Written{x + group_offset(group, heads, image_stride, head_stride), token_stride,
+                 aligned_to_quad(x) && (image_stride | head_stride | token_stride) % 4 == 0};
+}
+
+// Writes four channels of a row, none past the row's end.
+template <int CHANNELS>
+__device__ __forceinline__ void store_channels(const Written &x, long long row, int channel,
+                                               float4 value) {
+  Scalar *const to = x.first + row * x.stride;
+  if (CHANNELS % 4 == 0 && x.vectors) {
+    if (channel < CHANNELS)
+      *reinterpret_cast<ScalarQuad *>(to + channel) = ScalarQuad{
+          to_scalar(value.x), to_scalar(value.y), to_scalar(value.z), to_scalar(value.w)};
+    return;
+  }
+  if (channel + 0 < CHANNELS) to[channel + 0] = to_scalar(value.x);
+  if (channel + 1 < CHANNELS) to[channel + 1] = to_scalar(value.y);
+  if (channel + 2 < CHANNELS) to[channel + 2] = to_scalar(value.z);
+  if (channel + 3 < CHANNELS) to[channel + 3] = to_scalar(value.w);
+}
+
 // Fills ROWS x CHUNK of shared memory from row `first` on.
 template <int ROWS>
 __device__ __forceinline__ void load_rows(float *tile, const Tokens &x, long long first,
@@ -103,16 +125,6 @@ __device__ __forceinline__ void load_rows(float *tile, const Tokens &x, long lon
     *reinterpret_cast<float4 *>(tile + row * CHANNEL_STRIDE + channel) =
         load_channels<HEAD_DIM>(x, first + row, first_channel + channel, row < row_count);
   }
-}
-
-// Pairs first: as many additions as a chain, a quarter of its rounding steps.
-__device__ __forceinline__ float add_distance(float distance, float4 a, float4 b) {
-  const float x = a.x - b.x, y = a.y - b.y, z = a.z - b.z, w = a.w - b.w;
-#if KERNEL == 0
-  return distance + ((fabsf(x) + fabsf(y)) + (fabsf(z) + fabsf(w)));
-#else
-  return distance + fmaf(x, x, y * y) + fmaf(z, z, w * w);
-#endif
 }
 
 __device__ __forceinline__ int tile_row() { return threadIdx.x / M_THREADS; }
@@ -217,20 +229,33 @@ __device__ __forceinline__ void load_matrix(float *tile, const float *from, int 
   }
 }
 
+// The transpose of a dense (rows, columns) matrix times a factor, with zeros up to
+// COLUMNS x 4 * QUADS floats.
+template <int COLUMNS, int QUADS, int STRIDE>
+__device__ __forceinline__ void load_transposed(float *tile, const float *from, int rows,
+                                                int columns, float factor) {
+  for (int i = threadIdx.x; i < COLUMNS * 4 * QUADS; i += THREADS) {
+    const int row = i / COLUMNS, column = i % COLUMNS;
+    tile[column * STRIDE + row] =
+        row < rows && column < columns ? from[row * columns + column] * factor : 0.f;
+  }
+}
+
 // Four tokens a thread, so many apart.
 constexpr int TOKEN_STEP = TILE / 4;
 
-// sums[i][0..3] += the first `inner` entries of row `token + i * TOKEN_STEP` of c_tile times four
-// columns of a matrix in shared memory.
-__device__ __forceinline__ void multiply_add(float sums[4][4], const float *c_tile, int token,
+// sums[i][0..3] += the first `inner` entries of row `token + i * TOKEN_STEP` of a tile, whose rows
+// are LEFT_STRIDE floats, times four columns of a matrix in shared memory.
+template <int LEFT_STRIDE = KERNEL_STRIDE>
+__device__ __forceinline__ void multiply_add(float sums[4][4], const float *tile, int token,
                                              const float *columns, int stride, int inner) {
-  const float *left = c_tile + token * KERNEL_STRIDE;
+  const float *left = tile + token * LEFT_STRIDE;
 #pragma unroll 1
   for (; inner > 0; inner -= 4, left += 4, columns += 4 * stride) {
     float4 a[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      a[i] = *reinterpret_cast<const float4 *>(left + i * TOKEN_STEP * KERNEL_STRIDE);
+      a[i] = *reinterpret_cast<const float4 *>(left + i * TOKEN_STEP * LEFT_STRIDE);
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       const float4 b = *reinterpret_cast<const float4 *>(columns + step * stride);

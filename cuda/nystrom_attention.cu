@@ -13,6 +13,8 @@
 // have two stages, chunks and then their merge, without atomics. README.md has the grids.
 
 #include "attention_tile.cuh"
+#include "attention_keys.cuh"
+#include "attention_sums.cuh"
 
 // ---- landmarks ---------------------------------------------------------------------------------
 
@@ -54,19 +56,6 @@ nystrom_attention_landmarks(const Scalar *__restrict__ landmarks, float *__restr
 }
 
 // ---- statistics of the queries -----------------------------------------------------------------
-// The scatter's lower triangle in squares of 8 x 8; a thread has one of them for a slice of the
-// tokens of each tile. Chunks keep square entry by square entry, so that neighbouring threads
-// write beside each other.
-
-constexpr int PAIRS = OCTETS * (OCTETS + 1) / 2;
-constexpr int PAIR_SLICES = slices_of(PAIRS);
-
-// Square (a, b), b <= a, of a pair's index.
-__device__ __forceinline__ int2 octets_of(int pair) {
-  int a = 0;
-  while ((a + 1) * (a + 2) / 2 <= pair) ++a;
-  return make_int2(a, pair - a * (a + 1) / 2);
-}
 
 // Mean and scatter of c over each chunk. About the mean of the chunk's first tile, since plain
 // sums of squares cancel. Dynamic shared memory in floats: 2 * PADDED_LANDMARKS and the larger of
@@ -124,19 +113,8 @@ nystrom_attention_statistics(const Scalar *__restrict__ q, const Scalar *__restr
       __syncthreads();
       if (slice < PAIR_SLICES) {
 #pragma unroll 2
-        for (int token = slice; token < TILE; token += PAIR_SLICES) {
-          const float4 *const row =
-              reinterpret_cast<const float4 *>(c_tile + token * KERNEL_STRIDE);
-          const float4 a0 = row[2 * octets.x], a1 = row[2 * octets.x + 1];
-          const float4 b0 = row[2 * octets.y], b1 = row[2 * octets.y + 1];
-          const float a[8] = {a0.x, a0.y, a0.z, a0.w, a1.x, a1.y, a1.z, a1.w};
-          const float b[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
-#pragma unroll
-          for (int i = 0; i < 8; ++i)
-#pragma unroll
-            for (int j = 0; j < 8; ++j)
-              scatter[8 * i + j] = fmaf(a[i], b[j], scatter[8 * i + j]);
-        }
+        for (int token = slice; token < TILE; token += PAIR_SLICES)
+          add_square(scatter, c_tile + token * KERNEL_STRIDE, octets, 1.f);
       }
     }
 
@@ -173,20 +151,6 @@ nystrom_attention_statistics(const Scalar *__restrict__ q, const Scalar *__restr
   }
 }
 
-constexpr int MERGE_COLUMNS = 32, MERGE_ROWS = 8, MERGE_THREADS = MERGE_COLUMNS * MERGE_ROWS;
-
-// Sum over the rows of a merging block, for all of them.
-__device__ __forceinline__ float sum_of_rows(float (*sums)[MERGE_COLUMNS], float value) {
-  const int column = threadIdx.x % MERGE_COLUMNS;
-  __syncthreads();  // the previous sums have been read
-  sums[threadIdx.x / MERGE_COLUMNS][column] = value;
-  __syncthreads();
-  float sum = 0.f;
-#pragma unroll
-  for (int row = 0; row < MERGE_ROWS; ++row) sum += sums[row][column];
-  return sum;
-}
-
 // mean (groups, m) and covariance (groups, m, m) of all chunks about their common mean (Chan et
 // al. 1979). A block has 32 entries of the chunks' scatter.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
@@ -195,7 +159,7 @@ nystrom_attention_merge_statistics(const float *__restrict__ chunk_mean,
                                    float *__restrict__ mean, float *__restrict__ covariance,
                                    long long groups, long long n, long long rows_per_chunk) {
   __shared__ float sums[MERGE_ROWS][MERGE_COLUMNS];
-  const int column = threadIdx.x % MERGE_COLUMNS, row = threadIdx.x / MERGE_COLUMNS;
+  const int column = merge_column(), row = merge_row();
   const long long n_chunks = ceil_div(n, rows_per_chunk);
   constexpr int TILES = 64 * PAIRS / MERGE_COLUMNS;
 
@@ -239,32 +203,9 @@ nystrom_attention_merge_statistics(const float *__restrict__ chunk_mean,
 }
 
 // ---- context of the keys -----------------------------------------------------------------------
-// A thread has eight landmarks x four value channels for a slice of the tokens of each tile, or
-// more than one such piece where there are more than threads.
-
-constexpr int PIECES = OCTETS * VALUE_QUADS;
-constexpr int PIECES_A_THREAD = (PIECES + THREADS - 1) / THREADS;
-constexpr int PIECE_THREADS = PIECES_A_THREAD > 1 ? THREADS : PIECES;
-constexpr int PIECE_SLICES = slices_of(PIECE_THREADS);
-constexpr int VALUE_ROWS = THREADS / VALUE_QUADS < TILE ? THREADS / VALUE_QUADS : TILE;
-#if (LANDMARKS + 7) / 8 * ((VALUE_DIM + 3) / 4) > 64 * M_THREADS
-#error "LANDMARKS x VALUE_DIM is more than a block's registers hold"
-#endif
-
 // Keys and then x; c, then parts of the variances, then values, at last sums of values.
 constexpr int X_FLOATS = larger(TOKEN_TILE, KERNEL_TILE);
 constexpr int C_FLOATS = larger(KERNEL_TILE, larger(VALUE_TILE, 4 * VALUE_ROWS * VALUE_QUADS));
-
-// U with x U x^T = x Cov x^T in half the products: the upper triangle, doubled off the diagonal.
-__device__ __forceinline__ void load_upper(float *tile, const float *covariance) {
-  for (int i = threadIdx.x; i < 16 * LANDMARK_QUADS * LANDMARK_QUADS; i += THREADS) {
-    const int row = i / (4 * LANDMARK_QUADS), column = i % (4 * LANDMARK_QUADS);
-    tile[row * SQUARE_STRIDE + column] =
-        column < LANDMARKS && row <= column
-            ? covariance[row * LANDMARKS + column] * (row < column ? 2.f : 1.f)
-            : 0.f;
-  }
-}
 
 // The context and the sum of v over each chunk, (groups, n_chunks, m + 1, d_v). Dynamic shared
 // memory in floats: TILE + 2 * SQUARE + LANDMARK_TILE and the larger of X_FLOATS + C_FLOATS and
@@ -285,8 +226,6 @@ nystrom_attention_keys(const Scalar *__restrict__ k, const Scalar *__restrict__ 
   float *const scratch = landmark_tile + LANDMARK_TILE;
   float *const token_tile = scratch, *const x_tile = scratch;
   float *const c_tile = scratch + X_FLOATS, *const variances = c_tile, *const v_tile = c_tile;
-  const int slice = threadIdx.x / PIECE_THREADS, piece = threadIdx.x % PIECE_THREADS;
-  const int value_row = threadIdx.x / VALUE_QUADS, value_quad = threadIdx.x % VALUE_QUADS;
   const long long n_chunks = ceil_div(n, rows_per_chunk);
 
   for (long long item = blockIdx.x; item < groups * n_chunks; item += gridDim.x) {
@@ -310,106 +249,21 @@ nystrom_attention_keys(const Scalar *__restrict__ k, const Scalar *__restrict__ 
       kernel_tile(c_tile, token_tile, landmark_tile, keys, at, count, marks, at == first, nullptr,
                   exponent_scale);
       __syncthreads();
-#pragma unroll 1
-      for (int i = threadIdx.x; i < TOKEN_STEP * LANDMARK_QUADS; i += THREADS) {
-        const int token = i / LANDMARK_QUADS, column = i % LANDMARK_QUADS * 4;
-        float x[4][4] = {};
-        multiply_add(x, c_tile, token, p_tile + column, SQUARE_STRIDE, 4 * LANDMARK_QUADS);
-#pragma unroll
-        for (int r = 0; r < 4; ++r)
-          *reinterpret_cast<float4 *>(x_tile + (token + r * TOKEN_STEP) * KERNEL_STRIDE + column) =
-              make_float4(x[r][0], x[r][1], x[r][2], x[r][3]);
-      }
-      // The quads of the last octet that no landmark is in.
-      if (2 * OCTETS > LANDMARK_QUADS)
-        for (int token = threadIdx.x; token < TILE; token += THREADS)
-          *reinterpret_cast<float4 *>(x_tile + token * KERNEL_STRIDE + 4 * LANDMARK_QUADS) =
-              make_float4(0.f, 0.f, 0.f, 0.f);
+      project_keys(x_tile, c_tile, p_tile);
       __syncthreads();
-#pragma unroll 1
-      for (int i = threadIdx.x; i < TOKEN_STEP * LANDMARK_QUADS; i += THREADS) {
-        // Quad by quad, so that the threads of a warp go equally far down their columns.
-        const int token = i % TOKEN_STEP, quad = i / TOKEN_STEP;
-        float y[4][4] = {};
-        multiply_add(y, x_tile, token, upper_tile + 4 * quad, SQUARE_STRIDE, 4 * quad + 4);
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          const float4 x = *reinterpret_cast<const float4 *>(
-              x_tile + (token + r * TOKEN_STEP) * KERNEL_STRIDE + 4 * quad);
-          variances[(token + r * TOKEN_STEP) * (LANDMARK_QUADS | 1) + quad] =
-              fmaf(x.x, y[r][0], x.y * y[r][1]) + fmaf(x.z, y[r][2], x.w * y[r][3]);
-        }
-      }
+      variance_parts(variances, x_tile, upper_tile);
       __syncthreads();
-      for (int token = threadIdx.x; token < TILE; token += THREADS) {
-        float variance = 0.f;
-#pragma unroll 4
-        for (int quad = 0; quad < LANDMARK_QUADS; ++quad)
-          variance += variances[token * (LANDMARK_QUADS | 1) + quad];
-        // Below 0 by rounding. Not fmaxf, which would hide what is not a number.
-        scale[token] = rsqrtf((variance < 0.f ? 0.f : variance) + whiten_eps);
-      }
+      for (int token = threadIdx.x; token < TILE; token += THREADS)
+        scale[token] = scale_of(
+            sum_of_parts(variances + token * VARIANCE_STRIDE, LANDMARK_QUADS), whiten_eps);
       __syncthreads();
-      if (value_row < VALUE_ROWS)
-        for (int token = value_row; token < TILE; token += VALUE_ROWS) {
-          const float4 value =
-              load_channels<VALUE_DIM>(values, at + token, 4 * value_quad, token < count);
-          value_sum = make_float4(value_sum.x + value.x, value_sum.y + value.y,
-                                  value_sum.z + value.z, value_sum.w + value.w);
-          const float factor = scale[token];
-          *reinterpret_cast<float4 *>(v_tile + token * VALUE_STRIDE + 4 * value_quad) =
-              make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
-        }
+      load_values(v_tile, scale, values, at, count, value_sum);
       __syncthreads();
-      if (slice < PIECE_SLICES) {
-#pragma unroll 2
-        for (int token = slice; token < count; token += PIECE_SLICES)
-#pragma unroll
-          for (int i = 0; i < PIECES_A_THREAD; ++i) {
-            const int own = piece + i * PIECE_THREADS;
-            if (own >= PIECES) continue;
-            const float4 *const row = reinterpret_cast<const float4 *>(
-                x_tile + token * KERNEL_STRIDE + own / VALUE_QUADS * 8);
-            const float4 a0 = row[0], a1 = row[1];
-            const float4 b = *reinterpret_cast<const float4 *>(
-                v_tile + token * VALUE_STRIDE + own % VALUE_QUADS * 4);
-            const float a[8] = {a0.x, a0.y, a0.z, a0.w, a1.x, a1.y, a1.z, a1.w};
-#pragma unroll
-            for (int r = 0; r < 8; ++r) {
-              float *const sums = context + 32 * i + 4 * r;
-              sums[0] = fmaf(a[r], b.x, sums[0]);
-              sums[1] = fmaf(a[r], b.y, sums[1]);
-              sums[2] = fmaf(a[r], b.z, sums[2]);
-              sums[3] = fmaf(a[r], b.w, sums[3]);
-            }
-          }
-      }
+      add_pieces(context, x_tile, v_tile, count);
     }
 
-    add_slices<32 * PIECES_A_THREAD, PIECE_THREADS, PIECE_SLICES>(context, scratch);
-    float *const to = chunk_context + item * ((LANDMARKS + 1) * VALUE_DIM);
-    if (slice == 0) {
-#pragma unroll
-      for (int i = 0; i < PIECES_A_THREAD; ++i) {
-        const int own = piece + i * PIECE_THREADS;
-        if (own >= PIECES) continue;
-        const int landmark = own / VALUE_QUADS * 8, channel = own % VALUE_QUADS * 4;
-#pragma unroll
-        for (int e = 0; e < 32; ++e)
-          if (landmark + e / 4 < LANDMARKS && channel + e % 4 < VALUE_DIM)
-            to[(landmark + e / 4) * VALUE_DIM + channel + e % 4] = context[32 * i + e];
-      }
-    }
-    __syncthreads();  // the slices' sums, or the last tile, have been read
-    float *const rows = c_tile;
-    if (value_row < VALUE_ROWS)
-      *reinterpret_cast<float4 *>(rows + (value_row * VALUE_QUADS + value_quad) * 4) = value_sum;
-    __syncthreads();
-    for (int channel = threadIdx.x; channel < VALUE_DIM; channel += THREADS) {
-      float sum = 0.f;
-      for (int row = 0; row < VALUE_ROWS; ++row) sum += rows[row * VALUE_QUADS * 4 + channel];
-      to[LANDMARKS * VALUE_DIM + channel] = sum;
-    }
+    store_pieces(chunk_context + item * ((LANDMARKS + 1) * VALUE_DIM), context, value_sum,
+                 scratch);
   }
 }
 
@@ -419,24 +273,18 @@ nystrom_attention_merge_keys(const float *__restrict__ chunk_context, float *__r
                              float *__restrict__ mean_value, long long groups, long long n,
                              long long rows_per_chunk) {
   __shared__ float sums[MERGE_ROWS][MERGE_COLUMNS];
-  const int column = threadIdx.x % MERGE_COLUMNS, row = threadIdx.x / MERGE_COLUMNS;
   const long long n_chunks = ceil_div(n, rows_per_chunk);
   constexpr int ENTRIES = (LANDMARKS + 1) * VALUE_DIM;
   constexpr int TILES = (ENTRIES + MERGE_COLUMNS - 1) / MERGE_COLUMNS;
 
   for (long long item = blockIdx.x; item < groups * TILES; item += gridDim.x) {
     const long long group = item / TILES;
-    const int entry = (int)(item % TILES) * MERGE_COLUMNS + column;
-    const float *const chunks = chunk_context + group * n_chunks * ENTRIES + entry;
-    float sum = 0.f;
-    if (entry < ENTRIES)
-#pragma unroll 2
-      for (long long chunk = row; chunk < n_chunks; chunk += MERGE_ROWS)
-        sum += chunks[chunk * ENTRIES];
-    sum = sum_of_rows(sums, sum);
-    if (row == 0 && entry < LANDMARKS * VALUE_DIM)
+    const int entry = (int)(item % TILES) * MERGE_COLUMNS + merge_column();
+    const float sum = sum_of_chunks(sums, chunk_context + group * n_chunks * ENTRIES + entry,
+                                    n_chunks, ENTRIES, entry < ENTRIES);
+    if (merge_row() == 0 && entry < LANDMARKS * VALUE_DIM)
       context[group * (LANDMARKS * VALUE_DIM) + entry] = sum;
-    else if (row == 0 && entry < ENTRIES)
+    else if (merge_row() == 0 && entry < ENTRIES)
       mean_value[group * VALUE_DIM + entry - LANDMARKS * VALUE_DIM] = sum / n;
   }
 }
@@ -461,8 +309,6 @@ nystrom_attention_output(const Scalar *__restrict__ q, const Scalar *__restrict_
   float *const landmark_tile = c_tile + KERNEL_TILE;
   float *const token_tile = landmark_tile + LANDMARK_TILE;
   const long long n_chunks = ceil_div(n, rows_per_chunk);
-  const bool vectors = VALUE_DIM % 4 == 0 && aligned_to_quad(out) &&
-                       (out_image | out_head | out_token) % 4 == 0;
 
   for (long long item = blockIdx.x; item < groups * n_chunks; item += gridDim.x) {
     const long long group = item / n_chunks, first = item % n_chunks * rows_per_chunk;
@@ -470,7 +316,7 @@ nystrom_attention_output(const Scalar *__restrict__ q, const Scalar *__restrict_
     const Tokens queries = tokens_of(q, group, heads, q_image, q_head, q_token);
     const Tokens marks = tokens_of(landmarks, group, heads, landmarks_image, landmarks_head,
                                    landmarks_token);
-    Scalar *const rows = out + group_offset(group, heads, out_image, out_head);
+    const Written rows = written_to(out, group, heads, out_image, out_head, out_token);
     __syncthreads();  // the last chunk's context has been read
     load_matrix<4 * LANDMARK_QUADS, VALUE_QUADS, VALUE_STRIDE>(
         context_tile, context + group * (LANDMARKS * VALUE_DIM), LANDMARKS, VALUE_DIM, 1.f / n);
@@ -496,17 +342,11 @@ nystrom_attention_output(const Scalar *__restrict__ q, const Scalar *__restrict_
                      4 * LANDMARK_QUADS);
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-          if (token + r * TOKEN_STEP >= count) continue;
-          Scalar *const to = rows + (at + token + r * TOKEN_STEP) * out_token + channel;
-          if (vectors) {
-            *reinterpret_cast<ScalarQuad *>(to) =
-                ScalarQuad{to_scalar(sums[r][0]), to_scalar(sums[r][1]), to_scalar(sums[r][2]),
-                           to_scalar(sums[r][3])};
-            continue;
-          }
-#pragma unroll
-          for (int c = 0; c < 4; ++c)
-            if (channel + c < VALUE_DIM) to[c] = to_scalar(sums[r][c]);
+          const int row = token + r * TOKEN_STEP;
+          if (row < count)
+            store_channels<VALUE_DIM>(
+                rows, at + row, channel,
+                make_float4(sums[r][0], sums[r][1], sums[r][2], sums[r][3]));
         }
       }
     }

@@ -7,8 +7,9 @@ from pathlib import Path
 import nvrtc
 import pytest
 
-CUDA = Path(__file__).parents[2] / 'cuda'
-SOURCES = (CUDA / 'common.cuh', CUDA / 'laplacian_kernel.cu')
+from mmlaplacian.ops.cupy_runtime import source_text
+
+SOURCES = [source_text('laplacian_kernel')]
 KERNELS = {'laplacian_kernel_forward', 'laplacian_kernel_backward_q',
            'laplacian_kernel_backward_k', 'laplacian_kernel_reduce_k'}
 

@@ -1,4 +1,4 @@
-"""The emulator, one for the session, and a launcher that runs every launch on it."""
+"""The emulator, one for the session, and launchers that run every launch on it."""
 
 import ctypes
 import sys
@@ -13,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from emulator import MISSING, Emulator  # noqa: E402
+from sanitized import LARGEST_SHARED_MEMORY, Sanitized  # noqa: E402
 
 from mmlaplacian.ops import cupy_runtime, use_backend  # noqa: E402
 from mmlaplacian.ops.laplacian_kernel import cupy_impl as laplacian_cupy  # noqa: E402
@@ -42,7 +43,7 @@ def launches(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Co
         values = []
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
-                assert argument.is_contiguous() or kernel.source == 'nystrom_attention'
+                assert argument.is_contiguous() or kernel.source.startswith('nystrom')
                 assert argument.numel()
                 values.append(argument.data_ptr())
             else:
@@ -63,4 +64,18 @@ def launches(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Co
     torch.use_deterministic_algorithms(True)
     with use_backend('cupy'):
         yield counted
+    torch.use_deterministic_algorithms(previous)
+
+
+@pytest.fixture
+def sanitized(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sanitized]:
+    """Memory that a kernel does not write holds NaN."""
+    launcher = Sanitized(emulator)
+    monkeypatch.setattr(cupy_runtime, 'launch', launcher.launch)
+    monkeypatch.setattr(cupy_runtime, 'shared_memory_limit',
+                        lambda device: LARGEST_SHARED_MEMORY)
+    previous = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(2).isnan().all()
+    yield launcher
     torch.use_deterministic_algorithms(previous)

@@ -21,13 +21,12 @@ def test_tiny_backbone_runs_on_the_kernels(launches):
     image = torch.randn(1, 3, 64, 64)
     outputs, gradients = run(model, image)
     blocks = sum(len(stage.blocks) for stage in model.stages)
-    # The forward is fused; the backward computes C_q and C_k again.
     assert launches == {
         **{f'nystrom_attention_{name}': blocks for name in (
-            'landmarks', 'statistics', 'merge_statistics', 'keys', 'merge_keys', 'output')},
-        'laplacian_kernel_forward': 2 * blocks, 'laplacian_kernel_backward_q': 3 * blocks,
-        'laplacian_kernel_backward_k': 3 * blocks, 'laplacian_kernel_reduce_k': 3 * blocks,
-        'newton_schulz_inverse': blocks, 'newton_schulz_product': 2 * blocks}
+            'landmarks', 'statistics', 'merge_statistics', 'keys', 'output', 'grad_context',
+            'grad_factors', 'grad_values', 'merge_grad_covariance', 'grad_keys', 'grad_queries',
+            'grad_landmarks', 'merge_landmarks')},
+        'nystrom_attention_merge_keys': 2 * blocks, 'newton_schulz_inverse': blocks}
 
     with use_backend('torch'):
         expected_outputs, expected_gradients = run(model, image)

@@ -2,18 +2,17 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from emulator import Emulator, Offset, Sparse
 
+from mmlaplacian.ops.cupy_runtime import source_text
 from mmlaplacian.ops.laplacian_kernel import reference
 from mmlaplacian.ops.laplacian_kernel.tiling import Tiling, ceil_div, landmark_tile
 
-CUDA = Path(__file__).parents[2] / 'cuda'
-SOURCES = [CUDA / 'common.cuh', CUDA / 'laplacian_kernel.cu']
+SOURCES = [source_text('laplacian_kernel')]
 LAMBDA = 4.0
 REFERENCES = {'laplacian': reference.laplacian_kernel, 'gaussian': reference.gaussian_kernel}
 SCALARS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

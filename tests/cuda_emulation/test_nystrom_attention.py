@@ -1,98 +1,24 @@
 """The text of nystrom_attention.cu, run over its real grid by its real launch plan, against the
 float64 reference."""
 
-import ctypes
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import torch
-from emulator import Emulator, Offset, Sparse
+from attention_cases import BF16, F16, F32, OPTIONS, error, flat_inputs, make_inputs
+from sanitized import LARGEST_SHARED_MEMORY
 
-from mmlaplacian.ops import cupy_runtime, nystrom_attention, use_backend
+from mmlaplacian.ops import nystrom_attention, use_backend
 from mmlaplacian.ops.laplacian_kernel.cupy_impl import SCALAR_TYPES
 from mmlaplacian.ops.newton_schulz.reference import inverse
 from mmlaplacian.ops.nystrom_attention import cupy_impl, reference, tiling, torch_impl
 from mmlaplacian.ops.nystrom_attention.tiling import TILE, Tiling
 
-LARGEST_SHARED_MEMORY = 227 * 1024  # of sm_90 and 100
-OPTIONS = dict(kernel_scale=4.0, ridge=1e-2, whiten_eps=1e-5)
 KEPT = ('w', 'p', 'context', 'mean', 'covariance')
 FORWARD = ('nystrom_attention_landmarks', 'newton_schulz_inverse', 'nystrom_attention_statistics',
            'nystrom_attention_merge_statistics', 'nystrom_attention_keys',
            'nystrom_attention_merge_keys', 'nystrom_attention_output')
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-
-
-@dataclass
-class Launched:
-    """A launch as it reached the runtime."""
-    kernel: cupy_runtime.Kernel
-    blocks: int
-    threads: int
-    arguments: list
-    shared_bytes: int
-
-
-@dataclass
-class Sanitized:
-    """Runs every launch as a program of its own under the sanitizers."""
-    emulator: Emulator
-    seed: int = 0
-    grid: int | None = None  # None: as planned
-    chosen: dict[str, Iterable[int]] = field(default_factory=dict)  # blocks, by function
-    launches: list[Launched] = field(default_factory=list)
-
-    def launch(self, kernel: cupy_runtime.Kernel, blocks: int, threads: int, arguments: tuple,
-               device: torch.device, shared_bytes: int = 0) -> None:
-        values = [memory(x) if isinstance(x, torch.Tensor)
-                  else np.dtype(type(x)).type(x.value) for x in arguments]
-        assert all(isinstance(x, torch.Tensor | ctypes._SimpleCData) for x in arguments)
-        launched = Launched(kernel, blocks, threads, values, shared_bytes)
-        self.launches.append(launched)
-        self.run(launched, values, self.grid or blocks,
-                 tuple(self.chosen.get(kernel.function, ())))
-
-    def run(self, launched: Launched, values: list, grid: int,
-            blocks: tuple[int, ...] = ()) -> None:
-        kernel = launched.kernel
-        self.emulator.launch([cupy_runtime.source_text(kernel.source)], dict(kernel.macros),
-                             kernel.function, grid, launched.threads, values, seed=self.seed,
-                             shared_bytes=launched.shared_bytes, blocks=blocks)
-
-
-def memory(x: torch.Tensor) -> Offset:
-    """From the first element to the last, whatever the strides; half types as their bits."""
-    elements = 1 + sum((size - 1) * stride
-                       for size, stride in zip(x.shape, x.stride(), strict=True))
-    flat = x.detach().as_strided((elements, ), (1, ))
-    return Offset((flat if x.dtype == F32 else flat.view(torch.int16)).numpy(),
-                  x.data_ptr() % 16)
-
-
-@pytest.fixture
-def sanitized(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sanitized]:
-    """Memory that a kernel does not write holds NaN."""
-    launcher = Sanitized(emulator)
-    monkeypatch.setattr(cupy_runtime, 'launch', launcher.launch)
-    monkeypatch.setattr(cupy_runtime, 'shared_memory_limit',
-                        lambda device: LARGEST_SHARED_MEMORY)
-    previous = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(2).isnan().all()
-    yield launcher
-    torch.use_deterministic_algorithms(previous)
-
-
-def make_inputs(n, m, d, d_v, dtype=F32, batch=1, heads=1, spread=4., seed=0):
-    """q, k, v and landmarks ``(B, h, ..)``. The distances stay about 1.1 times the spread."""
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v, landmarks = (
-        torch.randn(batch, heads, *shape, generator=generator, dtype=torch.float64)
-        for shape in ((n, d), (n, d), (n, d_v), (m, d)))
-    return [x.to(dtype) for x in (q * spread / d, k * spread / d, v, landmarks * spread / d)]
 
 
 def fused(inputs, kernel='laplacian') -> dict[str, torch.Tensor]:
@@ -122,10 +48,6 @@ def exact(inputs, kernel='laplacian') -> dict[str, torch.Tensor]:
     out = reference.nystrom_attention(*(t.double() for t in inputs), **OPTIONS, kernel=kernel,
                                       normalize='whiten')
     return dict(out=out, w=w, p=p, context=context, mean=mean, covariance=covariance)
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
 
 
 def check(inputs, kernel='laplacian', factor=2.) -> None:
@@ -178,12 +100,8 @@ def test_every_size(sanitized, d, m, dtype, kernel):
 @pytest.mark.parametrize('spread', [0., .005])
 @pytest.mark.parametrize('flat', ['all', 'queries', 'keys'])
 def test_nearly_flat_maps(sanitized, spread, flat):
-    q, k, v, landmarks = make_inputs(130, 49, 32, 32)
-    if flat in ('all', 'queries'):
-        q = q[:, :, :1] + spread / 4 * q
-    if flat in ('all', 'keys'):
-        k, landmarks = (x * spread / 4 + q[:, :, :1] for x in (k, landmarks))
-    got, single, want = (form([q, k, v, landmarks]) for form in (fused, unfused, exact))
+    inputs = flat_inputs(flat, spread)
+    got, single, want = (form(inputs) for form in (fused, unfused, exact))
     assert error(got['out'], want['out']) <= 2 * error(single['out'], want['out']) + 1e-6
     # C is about 1: its rounding times its deviations.
     deviation = want['covariance'].diagonal(dim1=-2, dim2=-1).sqrt().max()
@@ -290,38 +208,13 @@ def test_b45_offsets_beyond_32_bits(sanitized):
     """The last group of many: all tensors of tokens and chunks have more than 2^32 elements."""
     groups, size = 2**21, (130, 49, 32, 32)
     want = fused(make_inputs(*size))
-    launches = [x for x in sanitized.launches if x.kernel.source == 'nystrom_attention']
-    for launched in launches:
-        expected = [x.array.copy() for x in launched.arguments if isinstance(x, Offset)]
-        values = []
-        for x in launched.arguments:
-            if isinstance(x, Offset):
-                array = x.array.copy()
-                nbytes = groups * array.nbytes
-                values.append(Sparse(nbytes, {nbytes - array.nbytes: array}))
-            else:
-                values.append(x)
-        # The first integer is the number of groups.
-        at = next(i for i, x in enumerate(values) if isinstance(x, np.int64))
-        assert values[at] == 1
-        values[at] = np.int64(groups)
-        for value in values:
-            if isinstance(value, Sparse) and _is_output(launched, value, values):
-                next(iter(value.pieces.values())).fill(math.nan)
-        grid = launched.blocks * groups
-        sanitized.run(launched, values, grid, tuple(range(grid - launched.blocks, grid)))
-        got = [next(iter(x.pieces.values())) for x in values if isinstance(x, Sparse)]
-        for x, y in zip(got, expected, strict=True):
-            np.testing.assert_array_equal(x, y)
-    assert want['out'].isfinite().all()
-
-
-def _is_output(launched: Launched, value: Sparse, values: list) -> bool:
     outputs = {'landmarks': 2, 'statistics': 2, 'merge_statistics': 2, 'keys': 1,
-               'merge_keys': 2, 'output': 1}[
-                   launched.kernel.function.removeprefix('nystrom_attention_')]
-    pointers = [x for x in values if isinstance(x, Sparse)]
-    return any(value is x for x in pointers[-outputs:])
+               'merge_keys': 2, 'output': 1}
+    for launched in [x for x in sanitized.launches if x.kernel.source == 'nystrom_attention']:
+        name = launched.kernel.function.removeprefix('nystrom_attention_')
+        for got, expected in sanitized.run_last_of(groups, launched, outputs[name]):
+            np.testing.assert_array_equal(got, expected)
+    assert want['out'].isfinite().all()
 
 
 @pytest.mark.parametrize('sizes', [(35_000, 2, 3136, 49, 32, 32), (1, 1, 1_065_024, 49, 32, 32),
@@ -345,19 +238,12 @@ def test_b16_launch_plans_of_sizes_that_cannot_be_allocated_here(sizes):
 
 
 def test_launches_of_the_op(launches):
-    """At most eight; the gradients are those of the torch form."""
+    """At most eight."""
     inputs = make_inputs(100, 49, 32, 32, batch=2, heads=2)
-    results = []
-    for backend in ('cupy', 'torch'):
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        with use_backend(backend):
-            out = nystrom_attention(*leaves)
-            if backend == 'cupy':
-                assert launches == {name: 1 for name in FORWARD}
-            out.square().sum().backward()
-        results.append([out.detach(), *(x.grad for x in leaves)])
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * want.abs().max().item())
+    out = nystrom_attention(*inputs)
+    assert launches == {name: 1 for name in FORWARD} and launches.total() <= 8
+    with use_backend('torch'):
+        torch.testing.assert_close(out, nystrom_attention(*inputs), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize('m, d_v, reason', [

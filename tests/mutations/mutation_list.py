@@ -10,7 +10,11 @@ KINDS = ('dropped barrier', 'missing tail check', 'off-by-one tile edge', '32-bi
          'default stream', 'no device guard', 'stale cache key', 'Python float passed raw')
 
 LAPLACIAN = 'cuda/laplacian_kernel.cu'
-FUSED_ATTENTION, ATTENTION_TILE = 'cuda/nystrom_attention.cu', 'cuda/attention_tile.cuh'
+DISTANCE = 'cuda/distance.cuh'
+FUSED_ATTENTION, FUSED_BACKWARD = (f'cuda/nystrom_attention{part}.cu'
+                                   for part in ('', '_backward'))
+ATTENTION_TILE, ATTENTION_KEYS, ATTENTION_SUMS = (f'cuda/attention_{part}.cuh'
+                                                  for part in ('tile', 'keys', 'sums'))
 FUSED_LAUNCH = 'mmlaplacian/ops/nystrom_attention/cupy_impl.py'
 FUSED_TILING = 'mmlaplacian/ops/nystrom_attention/tiling.py'
 SOLVER = 'cuda/newton_schulz.cu'
@@ -69,6 +73,10 @@ def fused(test: str) -> str:
     return f'tests/cuda_emulation/test_nystrom_attention.py::{test}'
 
 
+def fused_backward(test: str) -> str:
+    return f'tests/cuda_emulation/test_nystrom_attention_backward.py::{test}'
+
+
 ONE = size(1, 1, 1, groups=3)
 FUSED, FUSED_ONE, PIECES, SIXTEEN = (fused(f'test_against_the_reference[{size}]') for size in (
     '200-49-32-32-float32-laplacian-2', '1-1-1-1-float32-laplacian-2',
@@ -76,6 +84,12 @@ FUSED, FUSED_ONE, PIECES, SIXTEEN = (fused(f'test_against_the_reference[{size}]'
 FUSED_BITS = 'test_same_bits_whatever_the_order_the_grid_and_the_alignment'
 FUSED_FAR, FUSED_GROUPS = map(fused, ('test_b45_offsets_beyond_32_bits',
                                       'test_b16_more_groups_than_a_grid_has_rows'))
+BACK, BACK_ONE, BACK_HALF, BACK_CHUNKS = (
+    fused_backward(f'test_against_the_reference[{size}]') for size in (
+        '200-49-32-32-float32-laplacian-2', '1-1-1-1-float32-laplacian-2',
+        '63-16-20-20-float16-laplacian-1', '65-50-72-20-bfloat16-gaussian-1'))
+BACK_OP, BACK_FAR, BACK_BITS = map(fused_backward, (
+    'test_launches_of_the_op', 'test_b45_offsets_beyond_32_bits', FUSED_BITS))
 FULL = size(64, 48, 32, groups=3)
 SAME_BITS = 'test_same_bits_whatever_the_order_the_grid_and_the_alignment'
 CHUNKS = laplacian('test_chunks_of_the_key_gradient')
@@ -132,6 +146,11 @@ BARRIERS = {
         ('landmarks', 'after it', FUSED, False),
         ('keys', 'before slices are handed over', FUSED, True),
         ('keys', 'after slices are handed over', FUSED, True)),
+    ATTENTION_SUMS: (
+        ('keys', 'before the sums of values are stored', PIECES, True),
+        ('keys', 'after it', FUSED, True),
+        ('merge_statistics', 'before the sums are stored', FUSED, False),
+        ('merge_keys, merge_grad_covariance, merge_landmarks', 'after it', BACK_OP, False)),
     FUSED_ATTENTION: (
         ('statistics', "before a chunk's shift", FUSED, True),
         ('statistics', 'after it', FUSED, True),
@@ -139,17 +158,31 @@ BARRIERS = {
         ('statistics', 'before the sums of rows are stored', FUSED, True),
         ('statistics', 'after the sums of rows are stored', FUSED, True),
         ('statistics', "after a chunk's mean", FUSED, True),
-        ('merge_statistics', 'before the sums are stored', FUSED, False),
-        ('merge_keys', 'after it', FUSED, False),
         ('keys', 'after C', FUSED, False),
         ('keys', 'after C P', FUSED, True),
         ('keys', 'after the parts of the variances', FUSED, True),
         ('keys', 'after the scales', FUSED, True),
         ('keys', 'after the values', FUSED, True),
-        ('keys', 'before the sums of values are stored', PIECES, True),
-        ('keys', 'after it', FUSED, True),
         ('output', "before a chunk's context is loaded", fused(FUSED_BITS), True),
         ('output', 'after C', FUSED, False)),
+    FUSED_BACKWARD: (
+        ('grad_context', 'after C', BACK_OP, False),
+        ('grad_factors', 'before P is loaded', BACK_BITS, True),
+        ('grad_factors', 'after it', BACK_OP, False),
+        ('grad_factors', 'after P Cov', BACK_OP, True),
+        ('grad_factors', 'after the transpose of P', BACK_OP, True),
+        ('grad_factors', 'after P Cov P', BACK_OP, True),
+        ('grad_factors', 'after E', BACK_OP, True),
+        ('grad_values', 'after C', BACK_OP, False),
+        ('grad_values', 'after C P', BACK_OP, True),
+        ('grad_values', 'after the parts of the variances', BACK_OP, True),
+        ('grad_values', 'after the scales', BACK_OP, True),
+        ('grad_values', "after the parts of the scales' gradients", BACK_OP, True),
+        ('grad_values', 'after the factors', BACK_OP, True),
+        ('grad_keys, grad_queries, grad_landmarks', 'after C', BACK_OP, False),
+        ('grad_keys, grad_queries, grad_landmarks', 'after x and u', BACK_OP, True),
+        ('grad_keys, grad_queries, grad_landmarks', 'after the weights', BACK_OP, True),
+        ('grad_keys, grad_queries, grad_landmarks', 'after the tokens', BACK_OP, True)),
 }
 
 MUTATIONS = [
@@ -331,9 +364,9 @@ MUTATIONS = [
     Mutation('left out', 'the bound of the start', SOLVER, 'norm_inf + spd_lower_bound',
              'norm_inf', solver('test_inverse[5-spd]'), WRONG),
 
-    Mutation('ties', 'small differences', LAPLACIAN, 'STEEP = 1.7014118346046923e38f',
+    Mutation('ties', 'small differences', DISTANCE, 'STEEP = 1.7014118346046923e38f',
              'STEEP = 1e30f', laplacian('test_b20_the_smallest_difference_is_no_tie'), WRONG),
-    Mutation('ties', 'with a sign', LAPLACIAN, 'fma_saturate(difference, STEEP, 0.5f)',
+    Mutation('ties', 'with a sign', DISTANCE, 'fma_saturate(difference, STEEP, 0.5f)',
              'fma_saturate(difference, STEEP, 1.f)', laplacian('test_b20_gradient_at_ties'),
              WRONG),
     Mutation('ties', 'sums that differ in their last bit', LAPLACIAN,
@@ -495,15 +528,15 @@ MUTATIONS = [
     Mutation('missing tail check', 'fused, rows that are read', ATTENTION_TILE,
              'if (!present) return result;', '', FUSED_ONE, OUTSIDE),
     Mutation('missing tail check', 'fused, rows that are written', FUSED_ATTENTION,
-             'if (token + r * TOKEN_STEP >= count) continue;', '', FUSED_ONE, OUTSIDE),
-    Mutation('missing tail check', 'fused, channels that are written', FUSED_ATTENTION,
-             'if (channel + c < VALUE_DIM) to[c]', 'to[c]', FUSED_ONE, OUTSIDE),
+             'if (row < count)', '', FUSED_ONE, OUTSIDE),
+    Mutation('missing tail check', 'fused, channels that are written', ATTENTION_TILE,
+             'if (channel + 3 < CHANNELS) to[', 'to[', FUSED_ONE, OUTSIDE),
     Mutation('missing tail check', 'fused, landmarks that are written', FUSED_ATTENTION,
              'token >= count || landmark >= LANDMARKS', 'token >= count', FUSED_ONE, OUTSIDE),
     Mutation('off-by-one tile edge', 'fused, a landmark too few', FUSED_ATTENTION,
              'const bool present = a < LANDMARKS && b <= a;',
              'const bool present = a < LANDMARKS - 1 && b <= a;', FUSED, WRONG),
-    Mutation('off-by-one tile edge', 'fused, a token too few', FUSED_ATTENTION,
+    Mutation('off-by-one tile edge', 'fused, a token too few', ATTENTION_SUMS,
              'token < count; token += PIECE_SLICES', 'token < count - 1; token += PIECE_SLICES',
              FUSED, WRONG),
     Mutation('32-bit offset', 'fused, of a group', ATTENTION_TILE,
@@ -520,21 +553,96 @@ MUTATIONS = [
              fused('test_nearly_flat_maps[all-0.005]'), WRONG),
     Mutation('covariance', "fused, chunks' means left out", FUSED_ATTENTION,
              '(64 * PAIRS)] + count', '(64 * PAIRS)] + 0', FUSED, WRONG),
-    Mutation('formula', 'fused, off the diagonal once', FUSED_ATTENTION,
+    Mutation('formula', 'fused, off the diagonal once', ATTENTION_KEYS,
              '(row < column ? 2.f : 1.f)', '1.f', FUSED, WRONG),
-    Mutation('wrong memory', "fused, v by k's strides", FUSED_LAUNCH, '*strides(k, v, landmarks)',
-             '*strides(k, k, landmarks)', PIECES, ELSEWHERE),
+    Mutation('wrong memory', "fused, v by k's strides", FUSED_LAUNCH, '*_strides(k, v, landmarks)',
+             '*_strides(k, k, landmarks)', PIECES, ELSEWHERE),
     Mutation('wrong memory', 'fused, images for heads', ATTENTION_TILE,
              'group / heads * image_stride + group % heads * head_stride',
              'group % heads * image_stride + group / heads * head_stride',
              fused('test_b06_same_bits_whatever_the_strides[16-20-torch.float16]'),
              ELSEWHERE),
     Mutation('left out', 'fused, alignment of the strides', ATTENTION_TILE,
-             'aligned_to_quad(x) && ', '', fused(FUSED_BITS), MISALIGNED),
+             'aligned_to_quad(x) && ', '', fused(FUSED_BITS), MISALIGNED, 0),
     Mutation('left out', "fused, the device's shared memory", FUSED_TILING,
              'if needed > shared_memory:', 'if False:', fused(
                  'test_what_does_not_fit_runs_unfused_and_says_why_once[91-8-bytes of shared '
                  'memory a block, and this device has 101376]'), WRONG),
     Mutation('wrong memory', 'fused, shared memory too small', FUSED_TILING,
-             'floats = TILE + 2 * square', 'floats = 2 * square', FUSED, OUTSIDE),
+             'floats = TILE + 2 * self', 'floats = 2 * self', FUSED, OUTSIDE),
+
+    Mutation('missing tail check', 'fused backward, tokens whose gradient is written',
+             FUSED_BACKWARD, 'if (token + i * TOKEN_STEP < count)', '', BACK_ONE, OUTSIDE),
+    Mutation('missing tail check', 'fused backward, values whose gradient is written',
+             FUSED_BACKWARD, 'if (row < count)', '', BACK_ONE, OUTSIDE),
+    Mutation('missing tail check', 'fused backward, factors of tokens', FUSED_BACKWARD,
+             'token < count; token += THREADS', 'token < TILE; token += THREADS', BACK_ONE,
+             OUTSIDE),
+    Mutation('missing tail check', 'fused backward, landmarks of a partial sum', FUSED_BACKWARD,
+             'landmark + e / 4 < LANDMARKS && own < HEAD_DIM', 'own < HEAD_DIM', BACK_ONE,
+             OUTSIDE),
+    Mutation('missing tail check', 'fused backward, channels of a partial sum', FUSED_BACKWARD,
+             'landmark + e / 4 < LANDMARKS && own < HEAD_DIM', 'landmark + e / 4 < LANDMARKS',
+             BACK_ONE, OUTSIDE),
+    Mutation('missing tail check', "fused backward, products' columns", FUSED_BACKWARD,
+             'row < count && column + c < COLUMNS', 'row < count', BACK_ONE, OUTSIDE),
+    Mutation('off-by-one tile edge', 'fused backward, a token too few for the landmarks',
+             FUSED_BACKWARD, 'token < count; token += GRADIENT_SLICES',
+             'token < count - 1; token += GRADIENT_SLICES', BACK_OP, WRONG),
+    Mutation('off-by-one tile edge', 'fused backward, a token too few for the covariance',
+             FUSED_BACKWARD, 'token < count; token += PAIR_SLICES',
+             'token < count - 1; token += PAIR_SLICES', BACK_OP, WRONG),
+    Mutation('off-by-one tile edge', 'fused backward, a partial sum too few', FUSED_BACKWARD,
+             '2 * n_chunks + 2, MARK_ENTRIES', '2 * n_chunks + 1, MARK_ENTRIES', BACK_OP, WRONG),
+    Mutation('32-bit offset', 'fused backward, partial sum', FUSED_BACKWARD,
+             'return (group * (2 * n_chunks + 2) + index) * MARK_ENTRIES;',
+             'return (int)(group * (2 * n_chunks + 2) + index) * MARK_ENTRIES;', BACK_FAR,
+             ELSEWHERE),
+    Mutation('32-bit offset', 'fused backward, square of a chunk', FUSED_BACKWARD,
+             'chunk_square + item * (64 * PAIRS)', 'chunk_square + (int)item * (64 * PAIRS)',
+             BACK_FAR, ELSEWHERE),
+    Mutation('32-bit offset', 'fused backward, context of a chunk', FUSED_BACKWARD,
+             'chunk_context + item * (CONTEXT', 'chunk_context + (int)item * (CONTEXT', BACK_FAR,
+             ELSEWHERE),
+    Mutation('left out', 'fused backward, landmarks of other channels', FUSED_BACKWARD,
+             'if (CHUNKS * M_TILES > 1 || at == first)', 'if (at == first)', BACK_CHUNKS, WRONG),
+    Mutation('left out', "fused backward, the device's shared memory", FUSED_LAUNCH,
+             'if reason:', 'if False:',
+             fused_backward('test_what_does_not_fit_runs_unfused_and_says_why_once'), WRONG, 1),
+    Mutation('formula', "fused backward, the queries' mean", FUSED_BACKWARD,
+             'return minus(c, mean + landmark);', 'return c;', BACK_OP, WRONG),
+    Mutation('formula', "fused backward, the gradient's mean", FUSED_BACKWARD,
+             'start[i] = i < VALUE_DIM ? mean_grad[group * VALUE_DIM + i] : 0.f;',
+             'start[i] = 0.f;', BACK_OP, WRONG),
+    Mutation('formula', "fused backward, factor of the covariance's gradient", FUSED_BACKWARD,
+             '2.f / n', '1.f / n', BACK_OP, WRONG),
+    Mutation('formula', "fused backward, factor of the variance's gradient", FUSED_BACKWARD,
+             'make_float2(2.f * a, ', 'make_float2(a, ', BACK_OP, WRONG),
+    Mutation('formula', 'fused backward, power of the scale', FUSED_BACKWARD,
+             '-0.5f * r * r * r', '-0.5f * r * r', BACK_OP, WRONG),
+    Mutation('formula', 'fused backward, gradient of a variance that is held', FUSED_BACKWARD,
+             'variance < 0.f ? 0.f : -0.5f', '-0.5f',
+             fused_backward('test_variance_that_rounds_below_zero_has_no_gradient'), WRONG),
+    *(Mutation('formula', f"fused backward, {name}'s part of w's gradient", FUSED_BACKWARD,
+               f'-{factor})', f'{factor})', BACK_OP, WRONG)
+      for name, factor in (('the covariance', '2.f'), ('the context', '1.f'))),
+    Mutation('formula', 'fused backward, P on the wrong side', FUSED_BACKWARD,
+             'load_transposed<4 * LANDMARK_QUADS, LANDMARK_QUADS, SQUARE_STRIDE>(\n'
+             '        tiles.square, key_square', 'load_matrix<4 * LANDMARK_QUADS, '
+             'LANDMARK_QUADS, SQUARE_STRIDE>(tiles.square, key_square',
+             fused_backward('test_nearly_flat_maps[keys]'), WRONG),
+    Mutation('ties', 'fused backward, sums that differ in their last bit', FUSED_BACKWARD,
+             'gradient[chunk][e] -= weight_sum[e / 4];',
+             'gradient[chunk][e] = gradient[chunk][e] * 1.000001f - weight_sum[e / 4];',
+             fused_backward('test_flat_maps_have_exactly_no_gradient[all]'), WRONG),
+    Mutation('wrong memory', "fused backward, v by k's strides", FUSED_LAUNCH,
+             '*_strides(k, v, landmarks, grad_v)', '*_strides(k, k, landmarks, grad_v)',
+             BACK_CHUNKS, ELSEWHERE),
+    Mutation('wrong memory', "fused backward, incoming gradient by q's strides", FUSED_LAUNCH,
+             '*_strides(q, grad_out, landmarks, grad_q)', '*_strides(q, q, landmarks, grad_q)',
+             BACK_CHUNKS, ELSEWHERE),
+    Mutation('wrong memory', 'fused backward, shared memory too small', FUSED_TILING,
+             'floats = (2 * TILE + 4 * self', 'floats = (4 * self', BACK, OUTSIDE),
+    Mutation('wrong memory', 'fused backward, tiles beside each other', FUSED_TILING,
+             'thin = 4 * self._value_quads', 'thin = 3 * self._value_quads', BACK, OUTSIDE),
 ]

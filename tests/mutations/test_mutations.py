@@ -54,8 +54,10 @@ def test_every_kind_and_every_kernel_is_in_make_test():
     kernels = {name for file in BARRIERS for name in re.findall(
         r'^(?:laplacian_kernel|newton_schulz|nystrom_attention)_(\w+)\(',
         (ROOT / file).read_text(), re.MULTILINE)}
+    # A barrier of a header belongs to several kernels.
     assert kernels == {kernel for barriers in BARRIERS.values()
-                       for kernel, _, test, soak in barriers if test and not soak}
+                       for names, _, test, soak in barriers if test and not soak
+                       for kernel in names.split(', ')}
 
 
 def test_every_barrier_is_dropped():

@@ -23,7 +23,8 @@ RIDGE = 1e-2
 SOURCES = {'laplacian_kernel': {'laplacian_kernel'}, 'gaussian_kernel': {'laplacian_kernel'},
            'newton_schulz_inverse': {'newton_schulz'},
            'newton_schulz_inverse, 150': {'newton_schulz'},
-           'nystrom_attention': {'nystrom_attention', 'newton_schulz', 'laplacian_kernel'}}
+           'nystrom_attention': {'nystrom_attention', 'nystrom_attention_backward',
+                                 'newton_schulz'}}
 OPS = {'laplacian_kernel': lambda q, k: laplacian_kernel(q, k, 4.0),
        'gaussian_kernel': lambda q, k: gaussian_kernel(q, k, 4.0),
        'newton_schulz_inverse': lambda w: newton_schulz_inverse(w, spd_lower_bound=RIDGE),

@@ -42,6 +42,11 @@ def exponent_scale(kernel_scale: float, kernel: str) -> c_float:
     return _finite(-math.log2(math.e) / (kernel_scale * (2 if kernel == 'gaussian' else 1)))
 
 
+def gradient_scale(kernel_scale: float) -> c_float:
+    """-1 / kernel_scale, the factor of both kernels' gradients."""
+    return _finite(-1 / kernel_scale)
+
+
 class _Launcher:
     """Launches the four kernels for one size, dtype and kind."""
 
@@ -90,7 +95,7 @@ def kernel_matrix_backward(grad_output: Tensor, q: Tensor, k: Tensor, output: Te
     """See :func:`mmlaplacian.ops.laplacian_kernel.registration.kernel_matrix_backward`."""
     launcher = _Launcher(q, k, kernel)
     tensors = q, k, output, grad_output
-    scale = _finite(-1 / kernel_scale)
+    scale = gradient_scale(kernel_scale)
     grad_q, grad_k = q.new_empty(0), k.new_empty(0)
     if needs_q:
         grad_q = torch.empty_like(q)

@@ -26,7 +26,7 @@ def _odd_quads(quads: int) -> int:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Blocks, threads and shared memory of the forward's kernels for one size.
+    """Blocks, threads and shared memory of the kernels for one size.
 
     Args:
         batch: Images.
@@ -107,6 +107,24 @@ class Tiling:
     def _kernel_floats(self) -> int:
         return TILE * _odd_quads(2 * self._octets)
 
+    @property
+    def landmark_partials(self) -> int:
+        """Partial sums of a group's landmark gradient: of keys, queries and both sides of w."""
+        return 2 * self.n_chunks + 2
+
+    @property
+    def _square_floats(self) -> int:
+        quads = ceil_div(self.m, 4)
+        return 4 * quads * _odd_quads(quads)
+
+    @property
+    def _value_floats(self) -> int:
+        return TILE * _odd_quads(self._value_quads)
+
+    @property
+    def _context_floats(self) -> int:
+        return 4 * ceil_div(self.m, 4) * _odd_quads(self._value_quads)
+
     def landmarks(self) -> tuple[int, int, int]:
         """Blocks, threads and dynamic shared memory of ``nystrom_attention_landmarks``."""
         return self.groups * ceil_div(self.m, TILE), self.threads, 0
@@ -124,15 +142,12 @@ class Tiling:
 
     def keys(self) -> tuple[int, int, int]:
         """The same of ``nystrom_attention_keys``."""
-        quads = ceil_div(self.m, 4)
-        square = 4 * quads * _odd_quads(quads)
         value_rows = min(TILE, self.threads // self._value_quads)
         x = max(self._token_floats, self._kernel_floats)
-        c = max(self._kernel_floats, TILE * _odd_quads(self._value_quads),
-                4 * value_rows * self._value_quads)
+        c = max(self._kernel_floats, self._value_floats, 4 * value_rows * self._value_quads)
         width = min(self._pieces, self.threads)
         slices = 32 * width * (self._slices(width) // 2)
-        floats = TILE + 2 * square + self._landmark_floats + max(x + c, slices)
+        floats = TILE + 2 * self._square_floats + self._landmark_floats + max(x + c, slices)
         return self.groups * self.n_chunks, self.threads, _FLOAT * floats
 
     def merge_keys(self) -> tuple[int, int, int]:
@@ -143,12 +158,65 @@ class Tiling:
     def output(self) -> tuple[int, int, int]:
         """The same of ``nystrom_attention_output``."""
         floats = (8 * self._octets + 4 * self._value_quads + self._landmark_floats
-                  + self._token_floats + self._kernel_floats
-                  + 4 * ceil_div(self.m, 4) * _odd_quads(self._value_quads))
+                  + self._token_floats + self._kernel_floats + self._context_floats)
         return self.groups * self.n_chunks, self.threads, _FLOAT * floats
 
+    @property
+    def _gradient_floats(self) -> int:
+        quads = ceil_div(self.m, 4)
+        threads, outputs = landmark_tile(self.m)
+        thin = 4 * self._value_quads * _odd_quads(quads)
+        marks = max(threads * outputs, 4 * quads) * self._channel_stride
+        return (self._square_floats + thin + marks + self._kernel_floats + self._value_floats
+                + max(self._token_floats, self._kernel_floats))
+
+    def grad_context(self) -> tuple[int, int, int]:
+        """The same of ``nystrom_attention_grad_context``."""
+        width = min(self._pieces, self.threads)
+        value_rows = min(TILE, self.threads // self._value_quads)
+        scratch = max(32 * width * (self._slices(width) // 2), 4 * value_rows * self._value_quads)
+        tiles = self._kernel_floats + self._value_floats + self._token_floats
+        floats = 8 * self._octets + self._landmark_floats + max(tiles, scratch)
+        return self.groups * self.n_chunks, self.threads, _FLOAT * floats
+
+    def grad_factors(self) -> tuple[int, int, int]:
+        """The same of ``nystrom_attention_grad_factors``."""
+        floats = 2 * self._kernel_floats + max(self._square_floats, self._context_floats)
+        return self.groups * ceil_div(self.m, TILE), self.threads, _FLOAT * floats
+
+    def grad_values(self) -> tuple[int, int, int]:
+        """The same of ``nystrom_attention_grad_values``."""
+        parts = TILE * max(ceil_div(self.m, 4) | 1, self._value_quads | 1)
+        tiles = (max(self._token_floats, self._kernel_floats)
+                 + max(self._kernel_floats, self._context_floats + parts))
+        slices = 64 * self._pairs * (self._slices(self._pairs) // 2)
+        floats = (2 * TILE + 4 * self._value_quads + 2 * self._square_floats
+                  + self._landmark_floats + max(tiles, slices))
+        return self.groups * self.n_chunks, self.threads, _FLOAT * floats
+
+    def merge_grad_covariance(self) -> tuple[int, int, int]:
+        """The same of ``nystrom_attention_merge_grad_covariance``."""
+        return self.merge_statistics()
+
+    def grad_keys(self) -> tuple[int, int, int]:
+        """The same of ``nystrom_attention_grad_keys``."""
+        return self.groups * self.n_chunks, self.threads, _FLOAT * self._gradient_floats
+
+    def grad_queries(self) -> tuple[int, int, int]:
+        """The same of ``nystrom_attention_grad_queries``."""
+        floats = self._gradient_floats + 4 * ceil_div(self.m, 4) + 4 * self._value_quads
+        return self.groups * self.n_chunks, self.threads, _FLOAT * floats
+
+    def grad_landmarks(self) -> tuple[int, int, int]:
+        """The same of ``nystrom_attention_grad_landmarks``."""
+        return self.groups, self.threads, _FLOAT * self._gradient_floats
+
+    def merge_landmarks(self) -> tuple[int, int, int]:
+        """The same of ``nystrom_attention_merge_landmarks``."""
+        return self.groups * ceil_div(self.m * self.d, _MERGE_COLUMNS), _MERGE_THREADS, 0
+
     def unsupported_reason(self, shared_memory: int) -> str | None:
-        """Why the fused kernels cannot serve this size, or None.
+        """Why the fused forward cannot serve this size, or None.
 
         Args:
             shared_memory: Bytes of shared memory that a block can have.
@@ -162,8 +230,18 @@ class Tiling:
             return (f'the fused kernels keep at most {_MOST_PIECES * self.threads} pieces of '
                     f'8 landmarks x 4 value channels, got {self._pieces} for {self.m} landmarks '
                     f'and {self.d_v} value channels')
-        needed = max(self.statistics()[2], self.keys()[2], self.output()[2],
-                     SolverTiling(self.groups, self.m).shared_bytes)
+        return self._missing_memory(shared_memory, (
+            self.statistics()[2], self.keys()[2], self.output()[2],
+            SolverTiling(self.groups, self.m).shared_bytes))
+
+    def backward_unsupported_reason(self, shared_memory: int) -> str | None:
+        """Why the fused backward cannot serve a size that the forward does, or None."""
+        return self._missing_memory(shared_memory, (
+            self.grad_context()[2], self.grad_factors()[2], self.grad_values()[2],
+            self.grad_queries()[2]))
+
+    def _missing_memory(self, shared_memory: int, bytes_a_block: tuple[int, ...]) -> str | None:
+        needed = max(bytes_a_block)
         if needed > shared_memory:
             return (f'{self.m} landmarks, head dim {self.d} and value dim {self.d_v} need '
                     f'{needed} bytes of shared memory a block, and this device has '
