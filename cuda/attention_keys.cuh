@@ -3,6 +3,7 @@
 
 // U with x U x^T = x Cov x^T in half the products: the upper triangle, doubled off the diagonal.
 __device__ __forceinline__ void load_upper(float *tile, const float *covariance) {
+#pragma unroll 2 * LOADS_AT_ONCE
   for (int i = threadIdx.x; i < 16 * LANDMARK_QUADS * LANDMARK_QUADS; i += THREADS) {
     const int row = i / (4 * LANDMARK_QUADS), column = i % (4 * LANDMARK_QUADS);
     tile[row * SQUARE_STRIDE + column] =

@@ -9,6 +9,9 @@
 //   LANDMARKS    m, 1 to 128
 //   M_THREADS, M_OUTPUTS  landmarks whose distances a block sums at once, M_OUTPUTS a thread
 //
+// Before this text: LOADS_AT_ONCE, loads of rows that a thread has under way, 1 where registers
+// are short.
+//
 // Tokens are (B, h, n, channels) with any strides but dense channels; group = image * heads + head.
 
 #include "distance.cuh"
@@ -119,7 +122,7 @@ __device__ __forceinline__ void store_channels(const Written &x, long long row, 
 template <int ROWS>
 __device__ __forceinline__ void load_rows(float *tile, const Tokens &x, long long first,
                                           int row_count, int first_channel) {
-#pragma unroll 2
+#pragma unroll LOADS_AT_ONCE
   for (int i = threadIdx.x; i < ROWS * CHUNK_QUADS; i += THREADS) {
     const int row = i / CHUNK_QUADS, channel = i % CHUNK_QUADS * 4;
     *reinterpret_cast<float4 *>(tile + row * CHANNEL_STRIDE + channel) =
@@ -222,6 +225,7 @@ __device__ __forceinline__ void kernel_tile(float *c_tile, float *token_tile,
 template <int ROWS, int QUADS, int STRIDE>
 __device__ __forceinline__ void load_matrix(float *tile, const float *from, int rows, int columns,
                                             float factor) {
+#pragma unroll 2 * LOADS_AT_ONCE
   for (int i = threadIdx.x; i < ROWS * 4 * QUADS; i += THREADS) {
     const int row = i / (4 * QUADS), column = i % (4 * QUADS);
     tile[row * STRIDE + column] =
@@ -234,6 +238,7 @@ __device__ __forceinline__ void load_matrix(float *tile, const float *from, int 
 template <int COLUMNS, int QUADS, int STRIDE>
 __device__ __forceinline__ void load_transposed(float *tile, const float *from, int rows,
                                                 int columns, float factor) {
+#pragma unroll 2 * LOADS_AT_ONCE
   for (int i = threadIdx.x; i < COLUMNS * 4 * QUADS; i += THREADS) {
     const int row = i / COLUMNS, column = i % COLUMNS;
     tile[column * STRIDE + row] =

@@ -12,6 +12,7 @@
 // step over chunks of tokens, rows_per_chunk of them each, a multiple of TILE. Sums over tokens
 // have two stages, chunks and then their merge, without atomics. README.md has the grids.
 
+constexpr int LOADS_AT_ONCE = 2;
 #include "attention_tile.cuh"
 #include "attention_keys.cuh"
 #include "attention_sums.cuh"

@@ -16,6 +16,7 @@
 //
 // Macros and launches as in nystrom_attention.cu. README.md has the grids.
 
+constexpr int LOADS_AT_ONCE = 1;
 #include "attention_tile.cuh"
 #include "attention_keys.cuh"
 #include "attention_sums.cuh"
@@ -135,6 +136,20 @@ nystrom_attention_grad_factors(const float *__restrict__ p, const float *__restr
   }
 }
 
+__device__ __forceinline__ float4 times(float4 x, float factor) {
+  return make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
+}
+
+// Four entries of a row of a dense matrix, zeros past the row's end.
+template <int COLUMNS>
+__device__ __forceinline__ float4 load_quad(const float *row, int column) {
+  if (COLUMNS % 4 == 0) return *reinterpret_cast<const float4 *>(row + column);
+  return make_float4(column + 0 < COLUMNS ? row[column + 0] : 0.f,
+                     column + 1 < COLUMNS ? row[column + 1] : 0.f,
+                     column + 2 < COLUMNS ? row[column + 2] : 0.f,
+                     column + 3 < COLUMNS ? row[column + 3] : 0.f);
+}
+
 // ---- gradients of the values and the covariance ------------------------------------------------
 
 // Keys and then x; c, then E and parts of a token's sums; scratch of the slices at last.
@@ -142,6 +157,19 @@ constexpr int X_FLOATS = larger(TOKEN_TILE, KERNEL_TILE);
 constexpr int VALUE_PARTS = VALUE_QUADS | 1;
 constexpr int C_FLOATS =
     larger(KERNEL_TILE, CONTEXT_TILE + TILE * larger(VARIANCE_STRIDE, VALUE_PARTS));
+
+// E from n E, for every tile of tokens.
+__device__ __forceinline__ void load_context(float *tile, const float *grad_context,
+                                             float factor) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < 4 * LANDMARK_QUADS * VALUE_QUADS; i += THREADS) {
+    const int row = i / VALUE_QUADS, channel = i % VALUE_QUADS * 4;
+    *reinterpret_cast<float4 *>(tile + row * VALUE_STRIDE + channel) =
+        row < LANDMARKS
+            ? times(load_quad<VALUE_DIM>(grad_context + row * VALUE_DIM, channel), factor)
+            : make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+}
 
 // grad_v; 2 a_j and r_j as token_factors (groups, n, 2); S of each chunk, chunk_square (groups,
 // n_chunks, 64 * PAIRS) in the order of the forward's scatter. Dynamic shared memory in floats:
@@ -198,8 +226,7 @@ nystrom_attention_grad_values(const Scalar *__restrict__ k, const Scalar *__rest
       __syncthreads();
       project_keys(x_tile, c_tile, p_tile);
       __syncthreads();
-      load_matrix<4 * LANDMARK_QUADS, VALUE_QUADS, VALUE_STRIDE>(
-          context_tile, grad_context + group * CONTEXT_ENTRIES, LANDMARKS, VALUE_DIM, 1.f / n);
+      load_context(context_tile, grad_context + group * CONTEXT_ENTRIES, 1.f / n);
       variance_parts(parts, x_tile, upper_tile);
       __syncthreads();
       for (int token = threadIdx.x; token < TILE; token += THREADS) {
@@ -419,6 +446,7 @@ __device__ __forceinline__ void pass_over_tokens(const GradientTiles &tiles, con
     kernel_tile(tiles.c, tiles.x, tiles.landmarks, tokens, at, count, marks, at == first, nullptr,
                 exponent_scale);
     __syncthreads();
+#pragma unroll 1
     for (int i = threadIdx.x; i < TILE * LANDMARK_QUADS; i += THREADS) {
       const int token = i / LANDMARK_QUADS, column = i % LANDMARK_QUADS * 4;
       const int entry = token * KERNEL_STRIDE + column;
@@ -426,6 +454,7 @@ __device__ __forceinline__ void pass_over_tokens(const GradientTiles &tiles, con
           pass.left(at + token, column, *reinterpret_cast<const float4 *>(tiles.c + entry),
                     token < count);
     }
+#pragma unroll 1
     for (int i = threadIdx.x; i < TILE * VALUE_QUADS; i += THREADS) {
       const int token = i / VALUE_QUADS, channel = i % VALUE_QUADS * 4;
       *reinterpret_cast<float4 *>(tiles.v + token * VALUE_STRIDE + channel) =
@@ -462,20 +491,8 @@ __device__ __forceinline__ void pass_over_tokens(const GradientTiles &tiles, con
   }
 }
 
-__device__ __forceinline__ float4 times(float4 x, float factor) {
-  return make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
-}
 __device__ __forceinline__ float4 minus(float4 x, const float *y) {
   return make_float4(x.x - y[0], x.y - y[1], x.z - y[2], x.w - y[3]);
-}
-
-// Four entries of a row of a dense matrix, zeros past the row's end.
-template <int COLUMNS>
-__device__ __forceinline__ float4 load_quad(const float *row, int column) {
-  return make_float4(column + 0 < COLUMNS ? row[column + 0] : 0.f,
-                     column + 1 < COLUMNS ? row[column + 1] : 0.f,
-                     column + 2 < COLUMNS ? row[column + 2] : 0.f,
-                     column + 3 < COLUMNS ? row[column + 3] : 0.f);
 }
 
 // Partial sums of the landmarks' gradient, (groups, 2 * n_chunks + 2, m, d): keys, queries, and
@@ -504,7 +521,7 @@ struct KeyPass {
 };
 
 // grad_k and the keys' partial sums. Dynamic shared memory in floats: GRADIENT_FLOATS.
-extern "C" __global__ void __launch_bounds__(THREADS, CHUNKS > 2 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(THREADS, CHUNKS > 1 ? 1 : 2)
 nystrom_attention_grad_keys(const Scalar *__restrict__ k, const Scalar *__restrict__ v,
                             const Scalar *__restrict__ landmarks,
                             const float2 *__restrict__ token_factors,
@@ -560,7 +577,7 @@ struct QueryPass {
 
 // grad_q and the queries' partial sums. Dynamic shared memory in floats: GRADIENT_FLOATS +
 // 4 * LANDMARK_QUADS + 4 * VALUE_QUADS.
-extern "C" __global__ void __launch_bounds__(THREADS, CHUNKS > 2 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(THREADS, CHUNKS > 1 ? 1 : 2)
 nystrom_attention_grad_queries(const Scalar *__restrict__ q, const Scalar *__restrict__ grad_out,
                                const Scalar *__restrict__ landmarks,
                                const float *__restrict__ mean,
@@ -625,7 +642,7 @@ struct LandmarkPass {
 };
 
 // The partial sums of w, by a block a group. Dynamic shared memory in floats: GRADIENT_FLOATS.
-extern "C" __global__ void __launch_bounds__(THREADS, CHUNKS > 2 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(THREADS, CHUNKS > 1 ? 1 : 2)
 nystrom_attention_grad_landmarks(const Scalar *__restrict__ landmarks,
                                  const float *__restrict__ grad_covariance,
                                  const float *__restrict__ context,
