@@ -1,9 +1,12 @@
 """Every op on drawn shapes, strides, dtypes and values against the float64 reference.
 
-Case n is drawn from seed n alone: ``check('laplacian_kernel', n, 'cpu')`` repeats it.
+On the CPU Hypothesis draws, always the same cases, and shrinks one that fails. On a CUDA device,
+where torch, CuPy and pytest are all that a machine needs, case n is drawn from seed n:
+``check('laplacian_kernel', Seeded(n), 'cuda')`` repeats it.
 """
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -22,6 +25,17 @@ from mmlaplacian.ops.nystrom_attention import reference as attention
 FEW, MANY = 300, 10_000
 SHARE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 """How far a result may be from the reference, relative to its largest entry."""
+
+
+class Seeded(random.Random):
+    """Numbers that messages name by their seed."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.name = f'seed {seed}'
+
+    def __repr__(self):
+        return self.name
 
 
 def drawn(draw, shape, dtype, device):
@@ -77,20 +91,18 @@ def dtypes(form):
         [torch.float32, torch.float16, torch.bfloat16] + [torch.float64] * (form == 'torch')
 
 
-def check_kernel(name, seed, form):
+def check_kernel(name, draw, form):
     op, reference = {'laplacian_kernel': (laplacian_kernel, kernels.laplacian_kernel),
                      'gaussian_kernel': (gaussian_kernel, kernels.gaussian_kernel)}[name]
-    draw = random.Random(seed)
     batch, heads, n, m, d = sizes(draw)
     dtype, device = draw.choice(dtypes(form)), 'cuda' if form == 'cuda' else 'cpu'
     scale = d * 10 ** draw.uniform(-1, 1)
     tensors = [drawn(draw, (batch, heads, tokens, d), dtype, device) for tokens in (n, m)]
     compared(lambda q, k: op(q, k, scale), lambda q, k: reference(q, k, scale), tensors, dtype,
-             SHARE[dtype], f'{name}, seed {seed}, {form}: {(batch, heads, n, m, d)}, {dtype}')
+             SHARE[dtype], f'{name}, {draw}, {form}: {(batch, heads, n, m, d)}, {dtype}')
 
 
-def check_solver(name, seed, form):
-    draw = random.Random(seed)
+def check_solver(name, draw, form):
     batch, _, _, m, d = sizes(draw)
     dtype = torch.float64 if form == 'torch' and draw.random() < 0.5 else torch.float32
     device = 'cuda' if form == 'cuda' else 'cpu'
@@ -107,11 +119,10 @@ def check_solver(name, seed, form):
     share = 100 * condition * torch.finfo(dtype).eps
     compared(lambda w: newton_schulz_inverse(w, spd_lower_bound=bound), solver.inverse,
              [(leaf, x)], dtype, share,
-             f'{name}, seed {seed}, {form}: {(batch, m)}, {dtype}, ridge {ridge:.3g}, {bound}')
+             f'{name}, {draw}, {form}: {(batch, m)}, {dtype}, ridge {ridge:.3g}, {bound}')
 
 
-def check_attention(name, seed, form):
-    draw = random.Random(seed)
+def check_attention(name, draw, form):
     batch, heads, n, m, d = sizes(draw)
     m, n = min(m, 30), min(n, 65)
     dtype = torch.float64 if form == 'torch' else torch.float32
@@ -128,25 +139,43 @@ def check_attention(name, seed, form):
     compared(lambda *x: nystrom_attention(*x, *options, None, kernel, normalize),
              lambda *x: attention.nystrom_attention(*x, *options, kernel, normalize), tensors,
              dtype, 1e-6 if dtype == torch.float64 else 5e-2,
-             f'{name}, seed {seed}, {form}: {shapes}, {kernel}, {normalize}, {options}')
+             f'{name}, {draw}, {form}: {shapes}, {kernel}, {normalize}, {options}')
 
 
 CHECKS = {'laplacian_kernel': check_kernel, 'gaussian_kernel': check_kernel,
           'newton_schulz_inverse': check_solver, 'nystrom_attention': check_attention}
 
 
-def check(name, seed, form):
-    CHECKS[name](name, seed, form)
+def check(name, draw, form):
+    """One case; an op without a C text runs in torch where ``form`` is 'cpu'."""
+    with use_backend('auto') if form == 'cpu' else nullcontext():
+        CHECKS[name](name, draw, form)
 
 
-@pytest.mark.parametrize('count', [FEW, pytest.param(MANY, marks=pytest.mark.soak)])
+counts = pytest.mark.parametrize('count', [FEW, pytest.param(MANY, marks=pytest.mark.soak)])
+
+
+@counts
 @pytest.mark.parametrize('name', CHECKS)
-def test_drawn_cases(name, form, count):
-    if form == 'cpu':
-        # An op without a C text runs in torch.
-        with use_backend('auto'):
-            for seed in range(count):
-                check(name, seed, form)
-        return
+@pytest.mark.parametrize('form', ['torch', 'cpu'])
+def test_drawn_cases(name, form, count, tmp_path):
+    from hypothesis import HealthCheck, configuration, given, settings, strategies
+
+    configuration.set_hypothesis_home_dir(tmp_path)
+
+    @settings(max_examples=count, derandomize=True, database=None, deadline=None,
+              suppress_health_check=[HealthCheck.too_slow])
+    @given(strategies.randoms(use_true_random=False))
+    def run(draw):
+        check(name, draw, form)
+
+    run()
+
+
+@counts
+@pytest.mark.gpu
+@pytest.mark.parametrize('name', CHECKS)
+@pytest.mark.parametrize('form', ['cuda'])
+def test_cases_of_seeds_on_a_gpu(name, form, count):
     for seed in range(count):
-        check(name, seed, form)
+        check(name, Seeded(seed), form)
