@@ -36,14 +36,15 @@ def positive_number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f'{name} must be a positive number, got {value!r} of type '
                         f'{type(value).__name__}')
-    number = float(value)
+    # An int may be beyond float64.
+    number = value if isinstance(value, Integral) else float(value)
     # By comparison: math.isfinite would break the graph of torch.compile, where it is symbolic.
     if not 0 < number < math.inf:
         raise ValueError(f'{name} must be positive and finite, got {value!r}')
     if not _SMALLEST <= number <= _LARGEST:
         raise ValueError(f'{name} must be from {_SMALLEST:.3g} to {_LARGEST:.3g}, the normal '
                          f'numbers of float32, got {value!r}')
-    return number
+    return float(number)
 
 
 def integer_at_least(name: str, value: object, minimum: int) -> int:

@@ -281,6 +281,7 @@ def tokens(n=4, d=8, heads=1, dtype=torch.float32):
     ((tokens(), ) * 4, dict(ridge=0), ValueError, 'ridge must be positive'),
     ((tokens(), ) * 4, dict(ridge=1e39), ValueError, 'ridge must be from 1.18e-38 to 3.4e.38'),
     ((tokens(), ) * 4, dict(kernel_scale=1e-40), ValueError, 'kernel_scale must be from'),
+    ((tokens(), ) * 4, dict(kernel_scale=10**400), ValueError, 'kernel_scale must be from'),
     ((tokens(), ) * 4, dict(solver_iters=10**30), ValueError, 'an integer below 2.63'),
     ((tokens()[..., :0], ) * 4, dict(), ValueError, 'd must be at least 1'),
     ((tokens(), ) * 4, dict(whiten_eps=-1e-5), ValueError, 'whiten_eps must be positive'),
