@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from coco_masks import segmentation_fault
 
 _ID = (int, str)
 _NUMBER = (int, float)
+_LARGEST = 2**53
 
 
 @dataclass(frozen=True)
@@ -220,9 +220,10 @@ class AnnotationChecks:
         if len(box) != 4 or not all(isinstance(value, _NUMBER) for value in box):
             return (f'annotation {ann["id"]} has bbox {box!r} instead of four numbers x, y, '
                     'width, height')
-        if not all(map(math.isfinite, (*box, ann['area']))):
+        # Of NaN neither is true. Larger integers do not fit into a tensor.
+        if not all(abs(value) < _LARGEST for value in (*box, ann['area'])):
             return (f'annotation {ann["id"]} has bbox {box!r} and area {ann["area"]!r}, but all '
-                    'must be finite')
+                    'must be finite and below 2^53 in size')
         image = self.images[ann['image_id']]
         if self.needs_masks and ann.get('segmentation') and (fault := segmentation_fault(
                 ann['segmentation'], image['height'], image['width'])):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 
+# In sides of the image. pycocotools walks every edge in steps of a fifth of a pixel: far corners
+# take all memory, and those beyond 32-bit integers end the process.
+_FARTHEST = 10
+
 
 def segmentation_fault(segmentation: object, height: float, width: float) -> str | None:
     """What is wrong with a segmentation, or None.
@@ -18,6 +22,9 @@ def segmentation_fault(segmentation: object, height: float, width: float) -> str
             if not _is_polygon(polygon):
                 return (f'polygon {number} is {_shortened(polygon)} instead of a list of 6 or '
                         'more finite numbers x1, y1, x2, y2, x3, y3, ...')
+            if max(max(polygon), -min(polygon)) > _FARTHEST * max(height, width):
+                return (f'polygon {number} is {_shortened(polygon)}, which reaches more than '
+                        f'{_FARTHEST} times the sides of its image of {width} x {height} pixels')
         return None
     if not isinstance(segmentation, dict):
         return (f'it is {_shortened(segmentation)} instead of a list of polygons or a '
@@ -45,7 +52,7 @@ def _is_polygon(polygon: object) -> bool:
     try:
         # One NaN or infinity makes the sum one; COCO has too many numbers for a Python loop.
         return math.isfinite(sum(polygon))
-    except TypeError:
+    except (TypeError, OverflowError):
         return False
 
 

@@ -71,8 +71,8 @@ def _of_annotations(content: dict, needs_masks: bool) -> Iterator[DataFinding]:
         x, y, width, height = ann['bbox']
         image = checks.images[ann['image_id']]
         # Half a pixel is a matter of rounding.
-        if x < -.5 or y < -.5 or x + width > image['width'] + .5 \
-                or y + height > image['height'] + .5:
+        if x < -.5 or y < -.5 or x + width - .5 > image['width'] \
+                or y + height - .5 > image['height']:
             yield DataFinding('note', 'box that reaches beyond the image',
                               f'{who}: bbox {ann["bbox"]!r} in {image["width"]} x '
                               f'{image["height"]} pixels')

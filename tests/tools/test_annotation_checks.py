@@ -88,7 +88,8 @@ def test_crowds_are_no_loss(check, content):
 
 
 @pytest.mark.parametrize('change', [
-    dict(area=float('nan')), dict(bbox=[0, 0, float('inf'), 4]), dict(bbox=[float('nan')] * 4)])
+    dict(area=float('nan')), dict(bbox=[0, 0, float('inf'), 4]), dict(bbox=[float('nan')] * 4),
+    dict(area=10**400), dict(bbox=[0, 0, 2**70, 4]), dict(bbox=[-1e300, 0, 1e300, 4])])
 def test_numbers_must_be_finite(refused, content, change):
     content['annotations'][5].update(change)
     message = refused()
@@ -132,6 +133,9 @@ def test_run_lengths_are_decoded_as_pycocotools_encodes_them(tool):
     ([['1', '2', '3', '4', '5', '6']], 'polygon 0 is'),
     ([[]], 'polygon 0 is []'),
     ([[1, 2, 3, 4, 5, float('nan')]], 'polygon 0 is'),
+    ([[1, 2, 3, 4, 5, 10**400]], 'polygon 0 is'),
+    ([[1, 2, 3, 4, 5, 641]], 'reaches more than 10 times the sides of its image of 64 x 64'),
+    ([[0] * 6, [1, 2, -1e300, 4, 5, 6]], 'polygon 1 is [1, 2, -1e+300, 4, 5, 6], which reaches'),
     (dict(size=[32, 32], counts=[1024]), 'the size of its run-length encoding is [32, 32]'),
     (dict(counts=[4096]), 'is None instead of [height, width]'),
     (dict(size=[64, 64]), 'counts None'),
