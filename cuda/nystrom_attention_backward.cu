@@ -99,7 +99,7 @@ constexpr int CONTEXT_TILE = 4 * LANDMARK_QUADS * VALUE_STRIDE;
 
 // P Cov and P Cov P^T (groups, m, m), P E (groups, m, d_v) from grad_context = n E. Dynamic shared
 // memory in floats: 2 * KERNEL_TILE and the larger of SQUARE and CONTEXT_TILE.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 nystrom_attention_grad_factors(const float *__restrict__ p, const float *__restrict__ covariance,
                                const float *__restrict__ grad_context,
                                float *__restrict__ p_covariance, float *__restrict__ key_square,
