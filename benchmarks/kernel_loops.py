@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from launches import KernelLaunch
 
@@ -138,6 +139,92 @@ def _output(launch: KernelLaunch) -> list[Loop]:
             Loop(quads, 'FFMA', 64)]
 
 
+def _grad_context(launch: KernelLaunch) -> list[Loop]:
+    sizes = _Attention(launch)
+    tiles, threads = sizes.tiles(launch), sizes.threads
+    slices = sizes.slices(sizes.octets * sizes.value_quads)
+    return [Loop(1, 'STG', 32), Loop(warp_passes(sizes.m, threads, 4), 'LDG', 4), Loop(tiles),
+            *sizes.distances(tiles), Loop(0, 'LDG', 16),
+            Loop(warp_passes(TILE * sizes.value_quads, threads, 4), 'LDG.E.128', 4),
+            Loop(TILE / slices / 2, 'FFMA', 64), Loop((slices - 1) / slices, 'LDS', 32),
+            Loop(warp_passes(sizes.d_v, threads), 'LDS', 28)]
+
+
+def _grad_factors(launch: KernelLaunch) -> list[Loop]:
+    sizes = _Attention(launch)
+    threads, quads, value_quads = sizes.threads, sizes.quads, sizes.value_quads
+    square = Loop(warp_passes(16 * quads * quads, threads, 4), 'LDG', 4)
+    product = [Loop(warp_passes(TILE // 4 * quads, threads), 'STG', 16), Loop(quads, 'FFMA', 64)]
+    return [Loop(1), Loop(warp_passes(TILE * 4 * quads, threads, 4), 'LDG', 4), square, *product,
+            square, *product, Loop(warp_passes(16 * quads * value_quads, threads, 4), 'LDG', 4),
+            Loop(warp_passes(TILE // 4 * value_quads, threads), 'STG', 16),
+            Loop(quads, 'FFMA', 64)]
+
+
+def _grad_values(launch: KernelLaunch) -> list[Loop]:
+    sizes = _Attention(launch)
+    tiles, threads, quads = sizes.tiles(launch), sizes.threads, sizes.quads
+    slices, value_quads = sizes.slices(sizes.pairs), sizes.value_quads
+    square = warp_passes(16 * quads * quads, threads, 4)
+    products, tokens = warp_passes(TILE // 4 * quads, threads), warp_passes(TILE, threads)
+    return [Loop(sizes.octet_steps), Loop(1, 'STG', 64), Loop(square, 'LDG', 4),
+            Loop(square, 'LDG', 4), Loop(warp_passes(4 * value_quads, threads, 4), 'LDG', 4),
+            Loop(tiles), *sizes.distances(tiles), Loop(products), Loop(quads, 'FFMA', 64),
+            Loop(tokens, 'STS', 1), Loop(warp_passes(16 * quads * value_quads, threads), 'STS', 1),
+            Loop(products), Loop((quads + 1) / 2, 'FFMA', 64), Loop(tokens, 'MUFU', 1),
+            Loop(quads // 4, 'LDS', 4), Loop(warp_passes(TILE // 4 * value_quads, threads)),
+            Loop(quads, 'FFMA', 64), Loop(tokens, 'STG', 1), Loop(value_quads // 4, 'LDS', 4),
+            Loop(TILE / slices / 2, 'FFMA', 128), Loop((slices - 1) / slices, 'LDS', 64)]
+
+
+def _merge_grad_covariance(launch: KernelLaunch) -> list[Loop]:
+    return [Loop(1), Loop(_Attention(launch).octet_steps), _merge_keys(launch)[1]]
+
+
+def _gradients(sizes: _Attention, tokens: int, tiles: float, left: Loop,
+               values: list[Loop]) -> list[Loop]:
+    """A pass over a tile, with the pass's own factors, to the tokens and the landmarks."""
+    threads, quads = sizes.threads, sizes.quads
+    channels = ceil_div(sizes.d, 4)
+    slices = sizes.slices(quads * channels)
+    return [*sizes.distances(tiles), left, *values,
+            Loop(warp_passes(TILE // 4 * quads, threads), 'FMUL', 32), Loop(quads, 'FFMA', 64),
+            Loop(sizes.value_quads, 'FFMA', 64), *_load(TILE, channels, threads),
+            *_load(4 * quads, channels, threads, 1 / tiles),
+            Loop(quads * warp_passes(TILE // 4 * channels, threads), 'FFMA', 144),
+            Loop(tokens / slices / 2, 'FFMA', 72)]
+
+
+def _factors(sizes: _Attention) -> list[Loop]:
+    """Loads of a square and a thin matrix."""
+    return [Loop(warp_passes(4 * sizes.quads * rows, sizes.threads, 4), 'LDG', 4)
+            for rows in (4 * sizes.quads, 4 * sizes.value_quads)]
+
+
+def _grad_keys(launch: KernelLaunch, means: bool = False) -> list[Loop]:
+    """Of the keys, or of the queries, which also load two means."""
+    sizes = _Attention(launch)
+    tiles, threads = sizes.tiles(launch), sizes.threads
+    loads = [Loop(warp_passes(4 * quads, threads, 4), 'LDG', 4)
+             for quads in (sizes.quads, sizes.value_quads)] if means else []
+    left = Loop(warp_passes(TILE * sizes.quads, threads), 'FADD' if means else 'FMUL', 4)
+    values = [Loop(0), Loop(warp_passes(TILE * sizes.value_quads, threads, 2), 'LDG.E.128', 2)]
+    return [Loop(1), *_factors(sizes), *loads, Loop(tiles),
+            *_gradients(sizes, TILE, tiles, left, values)]
+
+
+def _grad_landmarks(launch: KernelLaunch) -> list[Loop]:
+    sizes = _Attention(launch)
+    left = Loop(warp_passes(TILE * sizes.quads, sizes.threads, 2), 'FMUL', 8)
+    values = [Loop(warp_passes(TILE * sizes.value_quads, sizes.threads, 4), 'LDG', 16)]
+    return [Loop(1), *_factors(sizes), *_gradients(sizes, sizes.m, 1, left, values)]
+
+
+def _merge_landmarks(launch: KernelLaunch) -> list[Loop]:
+    _, n, rows = launch.integers
+    return [Loop(1), Loop((2 * ceil_div(n, rows) + 2) / _MERGE_ROWS // 2, 'LDG', 2)]
+
+
 def _inverse(launch: KernelLaunch) -> list[Loop]:
     batch, iters = launch.integers
     m, threads = dict(launch.macros)['SIZE'], launch.threads
@@ -156,6 +243,39 @@ def _forward(launch: KernelLaunch) -> list[Loop]:
             Loop(quads / 2, 'FADD', 448)]
 
 
+def _product(launch: KernelLaunch) -> list[Loop]:
+    _, m = launch.integers
+    inner, quads = 32, 512
+    passes = warp_passes(quads, launch.threads, 2)
+    # The first form reads four elements at a time.
+    loads = [Loop(0 if m % 4 else passes, 'LDG.E.128', 2), Loop(passes if m % 4 else 0, 'LDG', 8)]
+    return [Loop(1), Loop(ceil_div(m, inner)), *loads, *loads, Loop(inner / 4, 'FFMA', 128)]
+
+
+def _backward_q(launch: KernelLaunch) -> list[Loop]:
+    quads = ceil_div(dict(launch.macros)['HEAD_DIM'], 4)
+    m, rows = launch.integers[2], 32
+    chunks = ceil_div(m, rows)
+    whole = sum(min(rows, m - first) // 4 for first in range(0, m, rows))
+    return [Loop(1), Loop(chunks), Loop(warp_passes(rows * 128, launch.threads, 2), 'LDG', 4),
+            *reversed(_load(rows, quads, launch.threads)), Loop(whole / chunks, 'FFMA', 144)]
+
+
+def _backward_k(launch: KernelLaunch) -> list[Loop]:
+    macros, (_, n, _, rows) = dict(launch.macros), launch.integers
+    quads = ceil_div(macros['HEAD_DIM'], 4)
+    columns = ceil_div(macros['M_THREADS'] * macros['M_OUTPUTS'], 4)
+    slices = launch.threads // (columns * quads)
+    patches = ceil_div(4 * columns, 8)
+    return [Loop(1), Loop(ceil_div(n, 64) / ceil_div(n, rows)),
+            Loop(warp_passes(patches * 8 * 64, launch.threads, 2), 'LDG', 4),
+            *_load(64, quads, launch.threads), Loop(64 / 4 / slices, 'FFMA', 144)]
+
+
+def _reduce_k(launch: KernelLaunch) -> list[Loop]:
+    return [Loop(1), Loop(launch.integers[1] / _MERGE_ROWS // 2, 'LDG', 2)]
+
+
 KERNELS: dict[str, Callable[[KernelLaunch], list[Loop]]] = {
     'nystrom_attention_landmarks': _landmarks,
     'nystrom_attention_statistics': _statistics,
@@ -163,7 +283,19 @@ KERNELS: dict[str, Callable[[KernelLaunch], list[Loop]]] = {
     'nystrom_attention_keys': _keys,
     'nystrom_attention_merge_keys': _merge_keys,
     'nystrom_attention_output': _output,
+    'nystrom_attention_grad_context': _grad_context,
+    'nystrom_attention_grad_factors': _grad_factors,
+    'nystrom_attention_grad_values': _grad_values,
+    'nystrom_attention_merge_grad_covariance': _merge_grad_covariance,
+    'nystrom_attention_grad_keys': _grad_keys,
+    'nystrom_attention_grad_queries': partial(_grad_keys, means=True),
+    'nystrom_attention_grad_landmarks': _grad_landmarks,
+    'nystrom_attention_merge_landmarks': _merge_landmarks,
     'newton_schulz_inverse': _inverse,
+    'newton_schulz_product': _product,
     'laplacian_kernel_forward': _forward,
+    'laplacian_kernel_backward_q': _backward_q,
+    'laplacian_kernel_backward_k': _backward_k,
+    'laplacian_kernel_reduce_k': _reduce_k,
 }
 """Tables by kernel; one that is not among them has no count."""

@@ -152,7 +152,7 @@ def case_rows(which: str, device: Device) -> list[list[str]]:
         forms = [launches(fused, which, groups, n) for fused in (True, False)]
         least = [pass_floor(listed, device) for listed in forms]
         widest = max(x.blocks for x in forms[0] if isinstance(x, KernelLaunch)
-                     and x.shared_bytes and x.source == 'nystrom_attention')
+                     and x.shared_bytes and x.function.startswith('nystrom_attention'))
         fused, unfused = (max(kernels, pauses) for kernels, pauses, _ in least)
         rows.append([str(groups), str(n), f'{widest / device.processors:.1f}',
                      *(text for kernels, pauses, limit in least
@@ -191,8 +191,8 @@ def tables() -> list[str]:
     return lines
 
 
-def written(page: str) -> str:
-    """A page with new tables.
+def around(page: str) -> tuple[str, str]:
+    """A page's text up to its tables and from their end on.
 
     Raises:
         ValueError: The page lacks one of the two comments.
@@ -201,7 +201,13 @@ def written(page: str) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f'the page must hold {BEGIN} and {END}')
-    return '\n'.join([before + BEGIN, '', *tables(), '', END + after])
+    return before + BEGIN, END + after
+
+
+def written(page: str) -> str:
+    """A page with new tables."""
+    before, after = around(page)
+    return '\n'.join([before, '', *tables(), '', after])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -213,10 +219,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f'roofline.py needs a compiler: {reason}.', file=sys.stderr)
         return 2
     try:
-        text = written(options.page.read_text(encoding='utf-8'))
+        page = options.page.read_text(encoding='utf-8')
+        around(page)
     except (OSError, ValueError) as error:
         parser.error(f'argument FILE: {error}')
-    options.page.write_text(text, encoding='utf-8')
+    options.page.write_text(written(page), encoding='utf-8')
     print(f'{options.page} written')
     return 0
 
