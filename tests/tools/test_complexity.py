@@ -58,7 +58,7 @@ def test_every_attention_is_what_its_name_says(complexity: ModuleType) -> None:
 def _rows(complexity: ModuleType, power: float) -> list[dict[str, object]]:
     return complexity.with_exponents(
         [{'part': part, 'method': name, 'n': n, 'milliseconds': factor * n**power,
-          'peak_bytes': n} for part in ('attention', 'layers')
+          'peak_bytes': n} for part in ('attention', 'layer')
          for name, factor in (('Laplacian', 2), ('other', 1), ('slow', 3))
          for n in (100, 200, 400)])
 

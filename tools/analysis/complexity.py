@@ -5,7 +5,7 @@
     python tools/analysis/complexity.py --out work_dirs/claims
 
 Width 384, 12 heads, 49 landmarks or features, N = 784 p tokens, batch 1, as SOFT
-(arXiv 2110.11945) measures; of its 12 layers, which are alike, two.
+(arXiv 2110.11945) measures; of its 12 layers, which are alike, one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ STORED = 'softmax, N x N stored'
 # Names in the figure, beside those of the benchmark.
 LABELS = {OWN: 'Laplacian', GAUSSIAN: 'SOFT-style (Gaussian)', FUSED: 'softmax, fused'}
 MULTIPLES, FAST_MULTIPLES = (1, 2, 4, 8), (1, 2)
-LAYERS, FAST_LAYERS = 2, 1
-ATTENTION, BODY = 'attention', 'layers'
+ATTENTION, BODY = 'attention', 'layer'
 # Exponent up to which a growth counts as linear.
 LINEAR = 1.1
 
@@ -61,7 +60,7 @@ def _without_gradient(call: Callable[[], object]) -> None:
 
 
 def calls_at(n: int, body: Body) -> Iterator[tuple[str, dict[str, Callable[[], None]]]]:
-    """What is timed at N = n: the attention alone, and whole layers around it."""
+    """What is timed at N = n: the attention alone, and a whole layer around it."""
     q, k, v = torch.randn(3, 1, HEADS, n, WIDTH // HEADS)
     x = torch.randn(1, n, WIDTH)
     for part, arguments in ((ATTENTION, (q, k, v)), (BODY, (x, ))):
@@ -73,13 +72,13 @@ def calls_at(n: int, body: Body) -> Iterator[tuple[str, dict[str, Callable[[], N
 
 def measure(options: argparse.Namespace) -> Finding:
     """Time and peak memory of every attention at every N."""
-    body = Body(FAST_LAYERS if options.fast else LAYERS).eval()
+    body = Body(1).eval()
     lengths = [SIDE**2 * p for p in (FAST_MULTIPLES if options.fast else MULTIPLES)]
     rows = []
     progress = tqdm(total=2 * sum(lengths), unit='token')
     for n in lengths:
         for part, calls in calls_at(n, body):
-            outcomes = time_in_turn(calls, CPU, seconds_each=0 if options.fast else 0.5,
+            outcomes = time_in_turn(calls, CPU, seconds_each=0 if options.fast else 0.2,
                                     most_repeats=9)
             for name, outcome in outcomes.items():
                 if not isinstance(outcome, Timing):
@@ -131,16 +130,16 @@ def describe(rows: Sequence[Mapping[str, object]]) -> str:
         f'That time and memory of the Laplacian attention grow linearly **{verdict}** (both '
         f'fitted exponents at most {LINEAR}). Exponents of time and of peak memory over N, '
         f'attention alone, inference, with the figures at N = {n}: {grown}. Faster than the '
-        f'Laplacian attention at that N: {", ".join(faster[ATTENTION]) or "none"}. In whole '
-        f'layers, where linear layers and MLP add work linear in N, the exponents of time are: '
-        f'{whole}; faster there: {", ".join(faster[BODY]) or "none"}. Softmax without its '
+        f'Laplacian attention at that N: {", ".join(faster[ATTENTION]) or "none"}. In a '
+        'whole layer, where linear layers and MLP add work linear in N, the exponents of time '
+        f'are: {whole}; faster there: {", ".join(faster[BODY]) or "none"}. Softmax without its '
         'matrices in memory (fused) is a matter of the implementation; its work stays quadratic. '
         'SOFT-style is the same operator, solver and map with the Gaussian kernel, Performer '
         'FAVOR+ with positive orthogonal features.')
 
 
 def draw(rows: Sequence[Mapping[str, object]]) -> Figure:
-    """Time and memory over N, of the attention alone and of whole layers."""
+    """Time and memory over N, of the attention alone and of a whole layer."""
     figure, panels = plt.subplots(2, 2, figsize=(10, 8))
     names = list(dict.fromkeys(row['method'] for row in rows))
     lengths = sorted({row['n'] for row in rows})
@@ -159,7 +158,7 @@ def draw(rows: Sequence[Mapping[str, object]]) -> Figure:
             axes.xaxis.minorticks_off()
             axes.set_xlabel('tokens N')
             axes.set_ylabel(label)
-            axes.set_title({ATTENTION: 'attention alone', BODY: 'whole layers'}[part],
+            axes.set_title({ATTENTION: 'attention alone', BODY: 'whole layer with MLP'}[part],
                            fontsize=10)
             axes.grid(alpha=0.3)
             axes.legend(title='exponent a of N^a', fontsize=7, title_fontsize=7)
