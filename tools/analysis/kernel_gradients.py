@@ -13,19 +13,19 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import torch
-from activations import AttentionInputs, attention_inputs
+from activations import AttentionInputs
 from claim import Claim, Finding, plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from photograph import add_image_argument, normalized, square_photograph
+from photograph import add_image_argument
 from scipy.optimize import brentq
+from tiny_layers import tiny_layers
 from torch import Tensor
 from tqdm import tqdm
+from verdict import verdict
 
-from mmlaplacian import LaplacianFormer
 from mmlaplacian.models.landmarks import LandmarkPool
 from mmlaplacian.ops import gaussian_kernel, laplacian_kernel, nystrom_attention
 
@@ -163,14 +163,13 @@ def with_outlier(layer: AttentionInputs, token: int, shift: Tensor) -> Attention
 
 
 def output_and_map(layer: AttentionInputs, kernel: str, scale: float) -> tuple[Tensor, Tensor]:
-    """Output ``(B, h, N, d)`` of the whitened attention, and G ``(B, h, N, N)``."""
+    """Output ``(B, h, N, d)`` of the whitened attention, and G / N ``(B, h, N, N)``."""
     def attention(v: Tensor, normalize: str) -> Tensor:
         return nystrom_attention(layer.q, layer.k, v, layer.landmarks, kernel_scale=scale,
                                  kernel=kernel, normalize=normalize)
 
-    n = layer.q.shape[2]
-    # The unnormalised map is G / N: with V = N I the output is G.
-    identity = n * torch.eye(n, dtype=layer.q.dtype).expand(*layer.q.shape[:2], -1, -1)
+    # With V = I the output is the map.
+    identity = torch.eye(layer.q.shape[2], dtype=layer.q.dtype).expand(*layer.q.shape[:2], -1, -1)
     return attention(layer.v, 'whiten'), attention(identity, 'none')
 
 
@@ -225,20 +224,16 @@ def outlier_rows(layer: AttentionInputs, tokens: int, magnitudes: Sequence[float
     return rows
 
 
-def real_layers(file: Path, side: int, seed: int) -> list[AttentionInputs]:
-    """The first layer of each stage of a new tiny backbone on a photograph, in float64."""
-    torch.manual_seed(seed)
-    model = LaplacianFormer('tiny').eval()
-    model.init_weights()
-    layers = attention_inputs(model, normalized(square_photograph(file, side)))
-    return [dataclasses.replace(layer, **{name: getattr(layer, name).double()
-                                          for name in ('q', 'k', 'v', 'landmarks')})
-            for layer in layers[::2]]
+def in_float64(layer: AttentionInputs) -> AttentionInputs:
+    """The same layer."""
+    return dataclasses.replace(layer, **{name: getattr(layer, name).double()
+                                         for name in ('q', 'k', 'v', 'landmarks')})
 
 
 def measure(options: argparse.Namespace) -> Finding:
     """All three parts."""
-    layers = real_layers(options.image, FAST_SIDE if options.fast else SIDE, options.seed)
+    layers = [in_float64(layer) for layer in tiny_layers(
+        options.image, FAST_SIDE if options.fast else SIDE, options.seed)[::2]]
     torch.manual_seed(options.seed)
     tokens, count, points = (2, 5, 8) if options.fast else (16, 13, 29)
     magnitudes = torch.logspace(-1, 3, count, dtype=torch.float64).tolist()
@@ -270,13 +265,6 @@ def middle_mass(rows: Sequence[dict], kernel: str, match: str) -> dict[str, floa
     return {name: sum(list(_values(rows, part=MASS, kernel=kernel, match=match,
                                    input=name).values())[decile] for decile in _MIDDLE)
             for name in inputs}
-
-
-def verdict(held: Sequence[bool]) -> str:
-    """Of a claim in parts, in bold."""
-    if all(held):
-        return '**holds**'
-    return '**holds in part**' if any(held) else '**does not hold here**'
 
 
 def gradients_in_words(rows: Sequence[dict]) -> tuple[str, list[bool]]:
