@@ -116,6 +116,9 @@ def describe(rows: Sequence[Mapping[str, float]], source: str) -> str:
 def draw(rows: Sequence[Mapping[str, float]]) -> Figure:
     """Memory and time over the image side."""
     figure, (memory, times) = plt.subplots(1, 2, figsize=(10, 4.3))
+    for axes in (memory, times):
+        axes.set_xscale('log')
+        axes.set_yscale('log')
     sides = [row['side'] for row in rows]
     for key, style, label in (
             ('softmax_matrix_bytes', 'k:', 'N x N matrices of a softmax layer, computed'),
@@ -124,7 +127,9 @@ def draw(rows: Sequence[Mapping[str, float]]) -> Figure:
             ('attention_bytes', '^-', 'attention of stage 1, tensors')):
         memory.plot(sides, [row[key] / GIB for row in rows], style, label=label)
     memory.set_ylabel('memory, GiB')
-    memory.legend(fontsize=8)
+    # Room for the legend.
+    memory.set_ylim(top=100 * memory.get_ylim()[1])
+    memory.legend(fontsize=8, loc='upper left')
     times.plot(sides, [row['seconds'] for row in rows], 'o-', label='measured')
     last = rows[-1]
     times.plot(sides, [last['seconds'] * (side / last['side'])**2 for side in sides], '--',
@@ -132,8 +137,6 @@ def draw(rows: Sequence[Mapping[str, float]]) -> Figure:
     times.set_ylabel(f'inference, s ({last["threads"]} threads)')
     times.legend(fontsize=8)
     for axes in (memory, times):
-        axes.set_xscale('log')
-        axes.set_yscale('log')
         axes.set_xticks(sides, map(str, sides))
         axes.xaxis.minorticks_off()
         axes.set_xlabel('image side, px')
