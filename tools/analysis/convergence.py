@@ -58,12 +58,13 @@ def measure(options: argparse.Namespace) -> Finding:
     return Finding(rows, figure, ' '.join(texts))
 
 
-def verdict(title: str, runs: dict[str, list[Run]]) -> str:
+def verdict(title: str, runs: dict[str, list[Run]], value: str = 'accuracy') -> str:
     """What the runs of one task say about the claim, with the criterion.
 
     Args:
         title: The task.
         runs: By name of the attention.
+        value: Name of the curves' accuracy.
     """
     final = {name: final_accuracies(group) for name, group in runs.items()}
     figures = ', '.join(f'{name} {summary(values)}{_half(runs[name])}'
@@ -77,7 +78,7 @@ def verdict(title: str, runs: dict[str, list[Run]]) -> str:
         found = 'the Laplacian kernel is better than the Gaussian: holds here'
     else:
         found = 'the Gaussian kernel is better than the Laplacian: does not hold here'
-    return (f'**{title}**: final accuracy {figures}. {found[0].upper()}{found[1:]} (two settings '
+    return (f'**{title}**: final {value} {figures}. {found[0].upper()}{found[1:]} (two settings '
             'differ if their means are further apart than both standard deviations together).')
 
 

@@ -1,8 +1,8 @@
 """``normalize`` whiten, row and none on the recall task, and changes that stay a whitening.
 
-Beside the curves it records, every 25 steps and averaged over the layers, the spread of the
-attention branch over the tokens against that of the values, and the norm of the gradients of the
-projections to q, k and v::
+Beside the curves it records every 25 steps what the attention does: its focus (see
+:func:`focus`), the spread of the branch over the tokens against that of the values, and the
+norms of the gradients of the projections to q, k and v::
 
     python tools/analysis/normalization.py --out work_dirs/claims
 """
@@ -10,16 +10,21 @@ projections to q, k and v::
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 # isort: split
+import recall_task
 import torch
+from activations import attention_inputs
 from claim import Claim, Finding, plt
 from torch import Tensor, nn
 from training_runs import (
     CHANCE,
+    TASKS,
     Run,
     Setting,
     add_run_arguments,
@@ -31,10 +36,12 @@ from training_runs import (
 )
 
 from mmlaplacian.models import LaplacianAttention
+from mmlaplacian.ops.nystrom_attention.reference import attention_map, similarity
 
 EVERY = 25
-# Schedules end here; a training has 600 steps.
-_SCHEDULE = 300
+WATCHED = ('focus', 'branch', 'gradient_q', 'gradient_k', 'gradient_v')
+# Schedules end here, half way.
+_SCHEDULE = TASKS['recall'][2] // 2
 WHITEN, ROW, NONE = 'whiten', 'row', 'none'
 
 
@@ -59,50 +66,110 @@ def record_spread(model: nn.Module) -> None:
 class HeadGain(nn.Module):
     """Multiplies what the branch has beside its mean over the tokens, head by head.
 
-    sqrt(D) becomes g sqrt(D) with one learned g a head: Z is still affine in G with one positive
-    scale for each similarity dimension, as long as g > 0.
+    sqrt(D) becomes g sqrt(D) with one learned g > 0 a head: Z is still affine in G with one
+    positive scale for each similarity dimension. g = start exp(rate p), so that a step of AdamW
+    changes g by a share of it that is ``rate`` times the learning rate.
 
     Args:
         num_heads: Heads h.
         start: The first gain.
+        rate: Factor of the learning rate.
     """
 
-    def __init__(self, num_heads: int, start: float) -> None:
+    def __init__(self, num_heads: int, start: float, rate: float) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.full((num_heads, 1), float(start)))
+        self.start, self.rate = start, rate
+        self.log = nn.Parameter(torch.zeros(num_heads, 1))
+
+    @property
+    def gain(self) -> Tensor:
+        """``(h, 1)``."""
+        return self.start * (self.rate * self.log).exp()
 
     def forward(self, x: Tensor) -> Tensor:
         """``(B, H, W, C) -> (B, H, W, C)``."""
         mean = x.mean((1, 2), keepdim=True)
-        heads = (x - mean).unflatten(-1, (len(self.gain), -1))
+        heads = (x - mean).unflatten(-1, (len(self.log), -1))
         return mean + (heads * self.gain).flatten(-2)
 
 
-def _set_gain(model: nn.Module, start: float) -> None:
+def _set_gain(model: nn.Module, start: float, rate: float) -> None:
     for layer in _layers(model):
-        layer.branch = HeadGain(layer.num_heads, start)
+        layer.branch = HeadGain(layer.num_heads, start, rate)
     record_spread(model)
 
 
 def gain_of_1(model: nn.Module) -> None:
-    """A learned gain a head, 1 at the start."""
-    _set_gain(model, 1)
+    """A gain a head, 1 at the start, that learns ten times as fast as the rest."""
+    _set_gain(model, 1, 10)
 
 
 def gain_of_4(model: nn.Module) -> None:
     """A learned gain a head, 4 at the start."""
-    _set_gain(model, 4)
+    _set_gain(model, 4, 1)
+
+
+@cache
+def _probe() -> tuple[Tensor, Tensor]:
+    """Four maps, and which keys have the answer of which query ``(B, N, N)``."""
+    seed = 2**31
+    tokens, _ = recall_task.batch(4, torch.Generator().manual_seed(seed))
+    types, colours, carriers = recall_task.layout(4, torch.Generator().manual_seed(seed))
+    types = recall_task.enlarged(types, recall_task.SIDE).flatten(1)
+    carry = recall_task.patches(colours, carriers).flatten(1) >= 0
+    return tokens, (types[:, :, None] == types[:, None]) & carry[:, None]
+
+
+def focus(z: Tensor, answers: Tensor) -> Tensor:
+    """How much more a query sees of the keys that have its answer than the mean query does.
+
+    The mean over the queries i of the sum over the keys j with i's answer of Z_ij - mean_i Z_ij.
+    With row it is at most 1 less the share of the queries that have the same answer. A whitened
+    column of N (Z - 1/N) has the variance 1 at most, so for a share p of queries with the same
+    answer its mean over them is at most sqrt((1 - p) / p).
+
+    Args:
+        z: The map ``(B, h, N, N)``.
+        answers: Which keys have the answer of which query ``(B, N, N)``.
+
+    Returns:
+        For each head, the mean over the maps ``(h, )``.
+    """
+    beside = z - z.mean(-2, keepdim=True)
+    return (beside * answers[:, None]).sum(-1).mean((0, 2))
+
+
+def whiten_bound(answers: Tensor) -> float:
+    """The largest focus of a whitened map with a gain of 1."""
+    n = answers.shape[-1]
+    share = answers.float().mean(-2)
+    return ((share * (1 - share)).sqrt().sum(-1) / n).mean().item()
+
+
+@torch.no_grad()
+def _best_focus(model: nn.Module) -> float:
+    """Focus of the head that has most of it."""
+    tokens, answers = _probe()
+    best = -math.inf
+    for layer, seen in zip(_layers(model), attention_inputs(model, tokens), strict=True):
+        g = similarity(seen.q, seen.k, seen.landmarks, layer.kernel_scale, layer.ridge,
+                       layer.kernel)
+        own = focus(attention_map(g, layer.whiten_eps, layer.normalize), answers)
+        if isinstance(layer.branch, HeadGain):
+            own = own * layer.branch.gain[:, 0]
+        best = max(best, own.max().item())
+    return best
 
 
 def watch(model: nn.Module, step: int) -> dict[str, float] | None:
-    """Spreads and gradient norms, means over the layers."""
+    """Spreads and gradient norms as means over the layers, and the best focus."""
     if step % EVERY:
         return None
     layers = _layers(model)
     norms = zip(*([part.norm().item() for part in layer.qkv.weight.grad.chunk(3)]
                   for layer in layers), strict=True)
-    return dict(branch=statistics.mean(layer.branch.spread / layer.local.spread
-                                       for layer in layers),
+    branch = statistics.mean(layer.branch.spread / layer.local.spread for layer in layers)
+    return dict(focus=_best_focus(model), branch=branch,
                 **{f'gradient_{name}': statistics.mean(values)
                    for name, values in zip('qkv', norms, strict=True)})
 
@@ -127,10 +194,10 @@ def watch_scale(model: nn.Module, step: int) -> dict[str, float] | None:
 
 
 SETTINGS = (
-    *(Setting(name, arguments=dict(normalize=name), change=record_spread, watch=watch)
-      for name in (WHITEN, ROW, NONE)),
-    Setting('whiten, learned gain from 1', change=gain_of_1, watch=watch),
-    Setting('whiten, learned gain from 4', change=gain_of_4, watch=watch),
+    *(Setting(name, arguments=dict(normalize=name), change=record_spread,
+              watch=watch) for name in (WHITEN, ROW, NONE)),
+    Setting('whiten, fast gain from 1', change=gain_of_1, watch=watch),
+    Setting('whiten, gain from 4', change=gain_of_4, watch=watch),
     Setting('whiten, floor 1e-2 to 1e-5', change=record_spread, watch=watch_floor),
     Setting('whiten, scale 16 to 4', change=record_spread, watch=watch_scale),
 )
@@ -143,22 +210,26 @@ def measure(options: argparse.Namespace) -> Finding:
     figure, panels = plt.subplots(2, 2, figsize=(10, 8))
     for label in (WHITEN, ROW, NONE):
         draw_band(panels[0, 0], runs[label], 'accuracy', label)
-    for label, style in zip((WHITEN, ROW, *CHANGES), ('--', '--', '-', '-', '-', '-'),
-                            strict=True):
-        draw_band(panels[0, 1], runs[label], 'accuracy', label, linestyle=style)
+    for label in (WHITEN, ROW, *CHANGES):
+        draw_band(panels[0, 1], runs[label], 'accuracy', label,
+                  linestyle='--' if label in (WHITEN, ROW) else '-')
     for axes in panels[0]:
         axes.set_ylabel('accuracy, held out')
         axes.axhline(CHANCE, color='.6', linestyle=':', label='chance')
         axes.set_ylim(0, 1)
-    for axes, value, name in ((panels[1, 0], 'branch', 'spread of the branch / of the values'),
-                              (panels[1, 1], 'gradient_q', 'norm of the gradient of W_q')):
-        for label in (WHITEN, ROW, NONE):
+    for axes, value, name, labels in (
+            (panels[1, 0], 'focus', 'focus of the best head', runs),
+            (panels[1, 1], 'gradient_q', 'norm of the gradient of W_q', (WHITEN, ROW, NONE))):
+        for label in labels:
             points = watched_means(runs[label], value)
-            axes.plot(list(points), list(points.values()), label=label)
+            axes.plot(list(points), list(points.values()), label=label,
+                      linestyle='--' if label in (WHITEN, ROW) and value == 'focus' else '-')
         axes.set_yscale('log')
         axes.set_xlabel('optimizer steps')
         axes.set_ylabel(name)
         axes.grid(alpha=.3)
+    panels[1, 0].axhline(whiten_bound(_probe()[1]), color='.6', linestyle=':',
+                         label='bound of a whitened map')
     for axes in panels.flat:
         axes.legend(fontsize=7)
     figure.suptitle(f'Recall task: mean and range over {options.runs} seeds')
@@ -178,55 +249,63 @@ def rows(runs: Mapping[str, Sequence[Run]], seed: int) -> list[dict[str, object]
         for i, run in enumerate(group):
             for step, accuracy in zip(run.curve.steps, run.curve.accuracy, strict=True):
                 before = [values for values in run.watched if values['step'] <= step]
-                last = before[-1] if before else dict.fromkeys(
-                    ('branch', 'gradient_q', 'gradient_k', 'gradient_v'))
+                last = before[-1] if before else {}
                 lines.append(dict(setting=label, seed=seed + i, step=step, accuracy=accuracy,
-                                  **{name: last[name] for name in last if name != 'step'}))
+                                  **{name: last.get(name) for name in WATCHED}))
     return lines
 
 
 def verdict(runs: Mapping[str, Sequence[Run]]) -> str:
-    """What the runs show, with the criterion."""
+    """What the runs show, with the criteria."""
+    speed = {label: [statistics.mean(run.curve.accuracy) for run in group]
+             for label, group in runs.items()}
     final = {label: final_accuracies(group) for label, group in runs.items()}
-    middle = {label: [_at_half(run) for run in group] for label, group in runs.items()}
-    figures = ', '.join(f'{label} {summary(values)} ({summary(middle[label])} half way)'
-                        for label, values in final.items())
-    slower = (differ(middle[WHITEN], middle[ROW])
-              and statistics.mean(middle[WHITEN]) < statistics.mean(middle[ROW]))
-    closing = [label for label in CHANGES
-               if min(middle[label]) > max(middle[WHITEN])
-               and min(final[label]) >= min(final[WHITEN])]
-    text = (f'Final accuracy: {figures}. Whitening '
-            f'{"starts slower than" if slower else "does not differ half way from"} row (two '
-            'settings differ if their means are further apart than both standard deviations '
-            'together). ')
-    if runs[WHITEN][0].watched:
-        first = {label: _early(runs[label]) for label in (WHITEN, ROW)}
-        text += ('In the first hundred steps the branch has '
-                 f'{first[WHITEN]["branch"]:.2f} of the values\' spread with whiten and '
-                 f'{first[ROW]["branch"]:.2f} with row, and the gradient of W_q has the norm '
-                 f'{first[WHITEN]["gradient_q"]:.1e} and {first[ROW]["gradient_q"]:.1e}, of W_v '
-                 f'{first[WHITEN]["gradient_v"]:.1e} and {first[ROW]["gradient_v"]:.1e}. ')
-    if closing:
-        text += f'Ahead of whiten half way with every seed, and not behind at the end: ' \
-                f'{"; ".join(closing)}.'
-    else:
-        text += 'No change that was tried is ahead of whiten half way with every seed.'
+    figures = ', '.join(f'{label} {summary(speed[label])} and {summary(final[label])}'
+                        for label in runs)
+    text = (f'Accuracy as the mean over the looks at the training, and at its end: {figures}. '
+            f'Two settings differ if their means are further apart than both standard deviations '
+            f'together; speed is the mean over the looks. Whitening is '
+            f'{"slower than" if _slower(speed[WHITEN], speed[ROW]) else "not slower than"} row: '
+            f'the claim '
+            f'**{"does not hold" if _slower(speed[WHITEN], speed[ROW]) else "holds"} here**. ')
+    text += _mechanism(runs)
+    ahead = [label for label in CHANGES
+             if all(changed > own for changed, own in
+                    zip(speed[label], speed[WHITEN], strict=True))]
+    gap = statistics.mean(speed[ROW]) - statistics.mean(speed[WHITEN])
+    shares = {label: (statistics.mean(speed[label]) - statistics.mean(speed[WHITEN])) / gap
+              for label in ahead if gap > 0}
+    closing = [label for label in shares if not _slower(speed[label], speed[ROW])]
+    listed = ', '.join(f'{label} ({share:.0%} of the gap)' for label, share in shares.items())
+    text += (f'Faster than plain whitening with every seed: {listed or "no change"}. '
+             f'Not slower than row as well: {", ".join(closing) or "no change"}.')
     return text
 
 
-def _at_half(run: Run) -> float:
-    """Accuracy at the look nearest to half of the steps."""
-    half = run.curve.steps[-1] / 2
-    return min(zip(run.curve.steps, run.curve.accuracy, strict=True),
-               key=lambda look: abs(look[0] - half))[1]
+def _mechanism(runs: Mapping[str, Sequence[Run]]) -> str:
+    """What was watched, first and last."""
+    if not runs[WHITEN][0].watched:
+        return ''
+    first, last = ({label: {name: statistics.mean(run.watched[i][name] for run in runs[label])
+                            for name in WATCHED} for label in runs} for i in (0, -1))
+    parts = [
+        f'Why: a whitened map has the same spread whatever q and k are. On this task it can give '
+        f'the keys that have the answer at most {whiten_bound(_probe()[1]):.3f} more than the '
+        'mean query does; row has no such bound. The best head has, after '
+        f'{runs[WHITEN][0].watched[0]["step"]} steps and at the end, ',
+        ', '.join(f'{label} {first[label]["focus"]:.1e} and {last[label]["focus"]:.1e}'
+                  for label in runs), '. ']
+    for name, words in (('branch', 'The spread of the branch over that of the values'),
+                        ('gradient_q', 'The norm of the gradient of W_q'),
+                        ('gradient_v', 'of W_v')):
+        parts.append(f'{words}: ' + ', '.join(
+            f'{label} {first[label][name]:.1e} and {last[label][name]:.1e}'
+            for label in (WHITEN, ROW, NONE)) + ('; ' if name == 'gradient_q' else '. '))
+    return ''.join(parts)
 
 
-def _early(runs: Sequence[Run]) -> dict[str, float]:
-    """Means of what was watched in the first hundred steps."""
-    return {name: statistics.mean(values[name] for run in runs for values in run.watched
-                                  if values['step'] <= 100)
-            for name in runs[0].watched[0]}
+def _slower(first: Sequence[float], second: Sequence[float]) -> bool:
+    return differ(first, second) and statistics.mean(first) < statistics.mean(second)
 
 
 CLAIM = Claim('normalization',

@@ -53,6 +53,14 @@ def carrier_colours(colours: Tensor, carriers: Tensor) -> Tensor:
     return carried.scatter_(1, carriers, colours)
 
 
+def patches(colours: Tensor, carriers: Tensor) -> Tensor:
+    """The colour that each token carries ``(B, 16, 16)``, -1 for none."""
+    width = SIDE // REGIONS
+    carried = enlarged(carrier_colours(colours, carriers), SIDE)
+    inner = (torch.arange(SIDE) % width - (width - 1) / 2).abs() < 1
+    return torch.where(inner[:, None] & inner, carried, -1)
+
+
 def batch(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draws maps.
 
@@ -64,12 +72,9 @@ def batch(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         Tokens ``(B, 16, 16, 12)`` and the colour that each must name ``(B, 16, 16)``.
     """
     types, colours, carriers = layout(count, generator)
-    width = SIDE // REGIONS
-    carried = enlarged(carrier_colours(colours, carriers), SIDE)
-    inner = (torch.arange(SIDE) % width - (width - 1) / 2).abs() < 1
-    carried = torch.where(inner[:, None] & inner, carried, -1)
     tokens = torch.cat([F.one_hot(enlarged(types, SIDE), TYPES),
-                        F.one_hot(carried + 1, COLOURS + 1)[..., 1:]], -1).float()
+                        F.one_hot(patches(colours, carriers) + 1, COLOURS + 1)[..., 1:]],
+                       -1).float()
     tokens += NOISE * torch.randn(tokens.shape, generator=generator)
     return tokens, enlarged(colours.gather(1, types), SIDE)
 
@@ -88,7 +93,7 @@ class RecallModel(nn.Module):
                  **attention: object) -> None:
         super().__init__()
         self.embed = nn.Linear(CHANNELS, embed_dims)
-        self.blocks = nn.Sequential(*(LaplacianBlock(embed_dims, num_heads, 4, attention)
+        self.blocks = nn.Sequential(*(LaplacianBlock(embed_dims, num_heads, 2, attention)
                                       for _ in range(depth)))
         self.norm = nn.LayerNorm(embed_dims)
         self.head = nn.Linear(embed_dims, COLOURS)
