@@ -224,6 +224,8 @@ class AnnotationChecks:
         if not all(abs(value) < _LARGEST for value in (*box, ann['area'])):
             return (f'annotation {ann["id"]} has bbox {box!r} and area {ann["area"]!r}, but all '
                     'must be finite and below 2^53 in size')
+        if ann.get('iscrowd', 0) not in (0, 1):
+            return f'annotation {ann["id"]} has iscrowd {ann["iscrowd"]!r} instead of 0 or 1'
         image = self.images[ann['image_id']]
         if self.needs_masks and ann.get('segmentation') and (fault := segmentation_fault(
                 ann['segmentation'], image['height'], image['width'])):

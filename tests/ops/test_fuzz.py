@@ -1,6 +1,6 @@
 """Every op on drawn shapes, strides, dtypes and values against the float64 reference.
 
-On the CPU Hypothesis draws, always the same cases, and shrinks one that fails. On a CUDA device,
+On the CPU Hypothesis draws, without a random seed, and shrinks a case that fails. On a CUDA device,
 where torch, CuPy and pytest are all that a machine needs, case n is drawn from seed n:
 ``check('laplacian_kernel', Seeded(n), 'cuda')`` repeats it.
 """

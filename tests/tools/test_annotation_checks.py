@@ -97,6 +97,12 @@ def test_numbers_must_be_finite(refused, content, change):
     assert 'must be finite' in message
 
 
+@pytest.mark.parametrize('value', [2, -1, None, 'no', 2**70])
+def test_iscrowd_is_0_or_1(refused, content, value):
+    content['annotations'][5]['iscrowd'] = value
+    assert f'annotation 5 has iscrowd {value!r} instead of 0 or 1' in refused()
+
+
 def encodings() -> list[dict]:
     """Masks of all kinds as run-length encodings, compressed and not."""
     rng = np.random.default_rng(0)
