@@ -1,7 +1,7 @@
 """Every op on drawn shapes, strides, dtypes and values against the float64 reference.
 
-On the CPU Hypothesis draws, without a random seed, and shrinks a case that fails. On a CUDA device,
-where torch, CuPy and pytest are all that a machine needs, case n is drawn from seed n:
+On the CPU Hypothesis draws, without a random seed, and shrinks a case that fails. On a CUDA
+device, where torch, CuPy and pytest are all that a machine needs, case n is drawn from seed n:
 ``check('laplacian_kernel', Seeded(n), 'cuda')`` repeats it.
 """
 
