@@ -37,6 +37,8 @@ STORED = 'softmax, N x N stored'
 LABELS = {OWN: 'Laplacian', GAUSSIAN: 'SOFT-style (Gaussian)', FUSED: 'softmax, fused'}
 MULTIPLES, FAST_MULTIPLES = (1, 2, 4, 8), (1, 2)
 ATTENTION, BODY = 'attention', 'layer'
+# Softmax that stores its matrices is left out where one of them, of all heads, is larger.
+MOST_STORED_BYTES = 2**30
 # Exponent up to which a growth counts as linear.
 LINEAR = 1.1
 
@@ -67,7 +69,8 @@ def calls_at(n: int, body: Body) -> Iterator[tuple[str, dict[str, Callable[[], N
         yield part, {
             name: partial(_without_gradient, partial(core, *arguments) if part == ATTENTION
                           else partial(body, *arguments, core))
-            for name, core in cores().items()}
+            for name, core in cores().items()
+            if name != STORED or HEADS * n**2 * x.element_size() <= MOST_STORED_BYTES}
 
 
 def measure(options: argparse.Namespace) -> Finding:
@@ -120,9 +123,12 @@ def describe(rows: Sequence[Mapping[str, object]]) -> str:
         f'{name} {last[ATTENTION, name]["milliseconds_exponent"]:.2f} and '
         f'{last[ATTENTION, name]["peak_bytes_exponent"]:.2f} '
         f'({last[ATTENTION, name]["milliseconds"]:.0f} ms, '
-        f'{last[ATTENTION, name]["peak_bytes"] / 2**20:.0f} MiB)' for name in names)
+        f'{last[ATTENTION, name]["peak_bytes"] / 2**20:.0f} MiB'
+        + (')' if last[ATTENTION, name]['n'] == n else f' at N = {last[ATTENTION, name]["n"]})')
+        for name in names)
     faster = {part: [name for name in names[1:]
-                     if last[part, name]['milliseconds'] < last[part, names[0]]['milliseconds']]
+                     if last[part, name]['n'] == n
+                     and last[part, name]['milliseconds'] < last[part, names[0]]['milliseconds']]
               for part in (ATTENTION, BODY)}
     whole = '; '.join(f'{name} {last[BODY, name]["milliseconds_exponent"]:.2f} '
                       f'({last[BODY, name]["milliseconds"]:.0f} ms)' for name in names)
@@ -150,7 +156,7 @@ def draw(rows: Sequence[Mapping[str, object]]) -> Figure:
             for name, marker in zip(names, 'osD^vx', strict=True):
                 values = _series(rows, part, name, key)
                 power = exponent(values)
-                axes.plot(lengths, [values[n] / unit for n in lengths], marker=marker,
+                axes.plot(list(values), [x / unit for x in values.values()], marker=marker,
                           label=f'{name}: {power:.2f}')
             axes.set_xscale('log')
             axes.set_yscale('log')
