@@ -67,24 +67,23 @@ class HeadGain(nn.Module):
     """Multiplies what the branch has beside its mean over the tokens, head by head.
 
     sqrt(D) becomes g sqrt(D) with one learned g > 0 a head: Z is still affine in G with one
-    positive scale for each similarity dimension. g = start exp(rate p), so that a step of AdamW
-    changes g by a share of it that is ``rate`` times the learning rate.
+    positive scale for each similarity dimension. g = start exp(10 p): a step of AdamW changes g by
+    a share of it that is ten times the learning rate.
 
     Args:
         num_heads: Heads h.
         start: The first gain.
-        rate: Factor of the learning rate.
     """
 
-    def __init__(self, num_heads: int, start: float, rate: float) -> None:
+    def __init__(self, num_heads: int, start: float) -> None:
         super().__init__()
-        self.start, self.rate = start, rate
+        self.start = start
         self.log = nn.Parameter(torch.zeros(num_heads, 1))
 
     @property
     def gain(self) -> Tensor:
         """``(h, 1)``."""
-        return self.start * (self.rate * self.log).exp()
+        return self.start * (10 * self.log).exp()
 
     def forward(self, x: Tensor) -> Tensor:
         """``(B, H, W, C) -> (B, H, W, C)``."""
@@ -93,20 +92,20 @@ class HeadGain(nn.Module):
         return mean + (heads * self.gain).flatten(-2)
 
 
-def _set_gain(model: nn.Module, start: float, rate: float) -> None:
+def _set_gain(model: nn.Module, start: float) -> None:
     for layer in _layers(model):
-        layer.branch = HeadGain(layer.num_heads, start, rate)
+        layer.branch = HeadGain(layer.num_heads, start)
     record_spread(model)
 
 
-def gain_of_1(model: nn.Module) -> None:
-    """A gain a head, 1 at the start, that learns ten times as fast as the rest."""
-    _set_gain(model, 1, 10)
+def small_gain(model: nn.Module) -> None:
+    """A learned gain a head, 1/16 at the start."""
+    _set_gain(model, 1 / 16)
 
 
-def gain_of_4(model: nn.Module) -> None:
+def large_gain(model: nn.Module) -> None:
     """A learned gain a head, 4 at the start."""
-    _set_gain(model, 4, 1)
+    _set_gain(model, 4)
 
 
 @cache
@@ -194,10 +193,10 @@ def watch_scale(model: nn.Module, step: int) -> dict[str, float] | None:
 
 
 SETTINGS = (
-    *(Setting(name, arguments=dict(normalize=name), change=record_spread,
-              watch=watch) for name in (WHITEN, ROW, NONE)),
-    Setting('whiten, fast gain from 1', change=gain_of_1, watch=watch),
-    Setting('whiten, gain from 4', change=gain_of_4, watch=watch),
+    *(Setting(name, arguments=dict(normalize=name), change=record_spread, watch=watch)
+      for name in (WHITEN, ROW, NONE)),
+    Setting('whiten, gain from 1/16', change=small_gain, watch=watch),
+    Setting('whiten, gain from 4', change=large_gain, watch=watch),
     Setting('whiten, floor 1e-2 to 1e-5', change=record_spread, watch=watch_floor),
     Setting('whiten, scale 16 to 4', change=record_spread, watch=watch_scale),
 )
@@ -217,13 +216,12 @@ def measure(options: argparse.Namespace) -> Finding:
         axes.set_ylabel('accuracy, held out')
         axes.axhline(CHANCE, color='.6', linestyle=':', label='chance')
         axes.set_ylim(0, 1)
-    for axes, value, name, labels in (
-            (panels[1, 0], 'focus', 'focus of the best head', runs),
-            (panels[1, 1], 'gradient_q', 'norm of the gradient of W_q', (WHITEN, ROW, NONE))):
-        for label in labels:
+    for axes, value, name in ((panels[1, 0], 'focus', 'focus of the best head'),
+                              (panels[1, 1], 'branch', 'spread of the branch / of the values')):
+        for label in runs:
             points = watched_means(runs[label], value)
             axes.plot(list(points), list(points.values()), label=label,
-                      linestyle='--' if label in (WHITEN, ROW) and value == 'focus' else '-')
+                      linestyle='-' if label in CHANGES else '--')
         axes.set_yscale('log')
         axes.set_xlabel('optimizer steps')
         axes.set_ylabel(name)
@@ -288,20 +286,25 @@ def _mechanism(runs: Mapping[str, Sequence[Run]]) -> str:
         return ''
     first, last = ({label: {name: statistics.mean(run.watched[i][name] for run in runs[label])
                             for name in WATCHED} for label in runs} for i in (0, -1))
+    times = first[WHITEN]['branch'] / first[ROW]['branch']
     parts = [
-        f'Why: a whitened map has the same spread whatever q and k are. On this task it can give '
-        f'the keys that have the answer at most {whiten_bound(_probe()[1]):.3f} more than the '
-        'mean query does; row has no such bound. The best head has, after '
-        f'{runs[WHITEN][0].watched[0]["step"]} steps and at the end, ',
-        ', '.join(f'{label} {first[label]["focus"]:.1e} and {last[label]["focus"]:.1e}'
-                  for label in runs), '. ']
-    for name, words in (('branch', 'The spread of the branch over that of the values'),
-                        ('gradient_q', 'The norm of the gradient of W_q'),
-                        ('gradient_v', 'of W_v')):
-        parts.append(f'{words}: ' + ', '.join(
-            f'{label} {first[label][name]:.1e} and {last[label][name]:.1e}'
-            for label in (WHITEN, ROW, NONE)) + ('; ' if name == 'gradient_q' else '. '))
-    return ''.join(parts)
+        f'What was watched, after {runs[WHITEN][0].watched[0]["step"]} steps and at the end. The '
+        "spread of the branch over that of the values: ", _pairs(first, last, 'branch'),
+        '. The focus of the best head (how much more a query sees of the keys with its answer '
+        'than the mean query does): ', _pairs(first, last, 'focus'),
+        f'. So the whitened branch starts {times:.1f} times as large as that of row, with '
+        f'{first[WHITEN]["focus"] / first[ROW]["focus"]:.1f} times its focus. A whitened map with '
+        f'a gain of 1 has a focus of at most {whiten_bound(_probe()[1]):.3f} here. Norms of the '
+        'gradients: ']
+    parts.append('; '.join(f'of W_{name} {_pairs(first, last, f"gradient_{name}", (WHITEN, ROW))}'
+                           for name in 'qkv'))
+    return ''.join(parts) + '. '
+
+
+def _pairs(first: Mapping[str, Mapping[str, float]], last: Mapping[str, Mapping[str, float]],
+           name: str, labels: Sequence[str] | None = None) -> str:
+    return ', '.join(f'{label} {first[label][name]:.2g} and {last[label][name]:.2g}'
+                     for label in labels or first)
 
 
 def _slower(first: Sequence[float], second: Sequence[float]) -> bool:
