@@ -225,10 +225,11 @@ def describe(rows: Sequence[dict], photograph: str) -> str:
 
 
 def draw(rows: Sequence[dict]) -> Figure:
-    """Histograms of L1 distances, kurtosis and fits over the depth, a column a model."""
-    figure, axes = plt.subplots(3, len(PEERS), figsize=(14, 9.5), sharey='row')
+    """Histograms of L1 distances, kurtosis, tail index and fits, a column a model."""
+    figure, axes = plt.subplots(4, len(PEERS), figsize=(14, 12), sharey='row')
     middles = (_EDGES[:-1] + _EDGES[1:]) / 2
     x = np.linspace(_EDGES[0], _EDGES[-1], 200)
+    gaussian_tail, laplace_tail = map(expected_hill_index, (stats.norm, stats.laplace))
     for (name, peer), column in zip(PEERS.items(), axes.T, strict=True):
         mine = [row for row in rows if row['model'] == name]
         distances = [row for row in mine if row['quantity'] == L1]
@@ -245,20 +246,24 @@ def draw(rows: Sequence[dict]) -> Figure:
         for quantity, style in zip(QUANTITIES, ('o-', 's--', '^:'), strict=True):
             layers = [row for row in mine if row['quantity'] == quantity]
             depth = [row['depth'] for row in layers]
-            column[1].plot(depth, [row['excess_kurtosis'] for row in layers], style,
-                           label=quantity)
-            column[2].plot(depth, [row['laplace_fit'] - row['gaussian_fit'] for row in layers],
-                           style, label=quantity)
-        for ax in column[1:]:
-            ax.axhline(0, color='k', lw=1)
+            values = [[row['excess_kurtosis'] for row in layers],
+                      [row['hill_index'] for row in layers],
+                      [row['laplace_fit'] - row['gaussian_fit'] for row in layers]]
+            for ax, ys in zip(column[1:], values, strict=True):
+                ax.plot(depth, ys, style, label=quantity)
+        marks = ((0, 3), (gaussian_tail, laplace_tail), (0, None))
+        for ax, (gaussian, laplace) in zip(column[1:], marks, strict=True):
+            ax.axhline(gaussian, color='k', lw=1)
+            if laplace is not None:
+                ax.axhline(laplace, color='k', lw=1, ls='--')
             ax.set_xlabel('layer')
             ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         for ax in column:
             ax.grid(alpha=.3)
     axes[0, 0].set_ylabel('density')
-    axes[1, 0].set_ylabel('excess kurtosis\n(Gaussian 0, Laplace 3)')
-    axes[1, 0].set_yscale('symlog', linthresh=1)
-    axes[2, 0].set_ylabel('log-likelihood, Laplace less Gaussian,\nnats a pair (above 0: Laplace)')
+    axes[1, 0].set_ylabel('excess kurtosis')
+    axes[2, 0].set_ylabel(f'Hill tail index, largest {TAIL:.0%}\n(smaller is heavier)')
+    axes[3, 0].set_ylabel('log-likelihood, Laplace\nless Gaussian, nats a pair')
     axes[1, 0].legend(fontsize=8)
     return figure
 
