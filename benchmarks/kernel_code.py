@@ -7,10 +7,11 @@ import sys
 import tempfile
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 from kernel_loops import KERNELS, Loop
 from launches import KernelLaunch
@@ -133,13 +134,14 @@ def _weigh(node: Node, passes: float, table: list[Loop], least: bool, total: Opc
             raise ValueError(f'{function} has more loops than the table of kernel_loops.py')
         loop = table.pop(0)
         found = sum(opcode.startswith(loop.opcode) for opcode in inner.own)
-        if loop.opcode and found != loop.count:
+        if (own := loop.passes_of(found)) is None:
             raise ValueError(f'{function}: a loop holds {found} {loop.opcode}, and the table of '
                              f'kernel_loops.py says {loop.count}: another compiler or text')
-        _weigh(inner, passes * loop.passes, table, least, total, function)
+        _weigh(inner, passes * own, table, least, total, function)
 
 
-def instructions(launch: KernelLaunch, arch: int, least: bool) -> Opcodes:
+@cache
+def instructions(launch: KernelLaunch, arch: int, least: bool) -> Mapping[str, float]:
     """Mean instructions of a warp of a launch, by name.
 
     Loops pass as often as kernel_loops.py says. Which branches are taken outside of them the
@@ -160,4 +162,4 @@ def instructions(launch: KernelLaunch, arch: int, least: bool) -> Opcodes:
            launch.function)
     if table:
         raise ValueError(f'{launch.function} has {len(table)} loops less than its table')
-    return total
+    return MappingProxyType(total)

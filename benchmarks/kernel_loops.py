@@ -9,7 +9,7 @@ Rows of tensors are aligned to four elements, so the loops for others have 0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from launches import KernelLaunch
@@ -22,21 +22,6 @@ _WARP = 32
 _MERGE_ROWS = 8
 
 
-@dataclass(frozen=True)
-class Loop:
-    """A row of the table.
-
-    Args:
-        passes: Mean over the warps, for each pass of the loop around it.
-        opcode: Start of an instruction's name; empty where nothing tells.
-        count: Instructions with such a name.
-    """
-
-    passes: float
-    opcode: str = ''
-    count: int = 0
-
-
 def warp_passes(items: int, threads: int, unroll: int = 1) -> float:
     """Mean passes of a block's warps over ``for (i = threadIdx.x; i < items; i += threads)``.
 
@@ -47,9 +32,41 @@ def warp_passes(items: int, threads: int, unroll: int = 1) -> float:
                for warp in range(warps)) / warps
 
 
-def _load(rows: int, quads: int, threads: int, share: float = 1.0) -> list[Loop]:
-    """The two forms of a tile's load; ``share`` of the tiles load it."""
-    return [Loop(0, 'LDG', 8), Loop(share * warp_passes(rows * quads, threads, 2), 'LDG.E.128', 2)]
+@dataclass(frozen=True)
+class Loop:
+    """A row of the table.
+
+    Args:
+        passes: Mean over the warps, for each pass of the loop around it.
+        opcode: Start of an instruction's name; empty where nothing tells.
+        count: Instructions with such a name in a pass.
+        strided: Items and threads of a loop over items. Then the compiler chooses how many
+            times it is unrolled: ``count`` is for one item, and ``passes`` a factor.
+    """
+
+    passes: float
+    opcode: str = ''
+    count: int = 0
+    strided: tuple[int, int] | None = None
+
+    def passes_of(self, found: int) -> float | None:
+        """Passes of a loop with so many instructions of the name; None if it is another one."""
+        if not self.opcode or self.strided is None:
+            return self.passes if not self.opcode or found == self.count else None
+        if not found or found % self.count:
+            return None
+        return self.passes * warp_passes(*self.strided, found // self.count)
+
+
+def _strided(items: int, threads: int, opcode: str = 'LDG', count: int = 1,
+             share: float = 1.0) -> Loop:
+    return Loop(share, opcode, count, (items, threads))
+
+
+def _load(items: int, threads: int, share: float = 1.0) -> list[Loop]:
+    """The two forms of a load of quads; a ``share`` of the passes around loads them."""
+    return [_strided(items, threads, 'LDG', 4, 0),
+            _strided(items, threads, 'LDG.E.128', share=share)]
 
 
 class _Attention:
@@ -79,10 +96,9 @@ class _Attention:
         """Loads of tokens and, for a chunk's first tile, of landmarks; the distances; zeros."""
         quads = ceil_div(self.d, 4)
         missing = 8 * self.octets - self.m
-        return [*_load(TILE, quads, self.threads),
-                *_load(self.m, quads, self.threads, 1 / tiles),
-                Loop(self.d / 8, 'FADD', 224), Loop(warp_passes(TILE * missing, self.threads),
-                                                    'STS', 1)]
+        return [*_load(TILE * quads, self.threads),
+                *_load(self.m * quads, self.threads, 1 / tiles),
+                Loop(self.d / 8, 'FADD', 224), _strided(TILE * missing, self.threads, 'STS')]
 
 
 def _landmarks(launch: KernelLaunch) -> list[Loop]:
@@ -96,7 +112,7 @@ def _statistics(launch: KernelLaunch) -> list[Loop]:
     *distances, zeros = sizes.distances(tiles)
     first = Loop(warp_passes(sizes.m, threads) * TILE / 8 / tiles, 'LDS', 8)
     return [Loop(sizes.octet_steps), Loop(1, 'STG', 64), Loop(tiles), *distances,
-            Loop(zeros.passes / tiles, 'STS', 1), first, zeros,
+            replace(zeros, passes=1 / tiles), first, zeros,
             Loop(TILE / slices / 2, 'FFMA', 128), Loop((slices - 1) / slices, 'LDS', 64),
             Loop(warp_passes(8 * sizes.octets, threads), 'MUFU', 2), Loop(32 / 8, 'LDS', 8)]
 
@@ -112,14 +128,13 @@ def _keys(launch: KernelLaunch) -> list[Loop]:
     sizes = _Attention(launch)
     tiles, threads, quads = sizes.tiles(launch), sizes.threads, sizes.quads
     slices = sizes.slices(sizes.octets * sizes.value_quads)
-    square = warp_passes(16 * quads * quads, threads, 4)
+    square = _strided(16 * quads * quads, threads)
     products = warp_passes(TILE // 4 * quads, threads)
-    values = warp_passes(TILE * sizes.value_quads, threads)
-    return [Loop(1, 'STG', 32), Loop(square, 'LDG', 4), Loop(square, 'LDG', 4), Loop(tiles),
+    return [Loop(1, 'STG', 32), square, square, Loop(tiles),
             *sizes.distances(tiles), Loop(products), Loop(quads, 'FFMA', 64),
-            Loop(warp_passes(TILE, threads), 'STS', 1), Loop(products),
-            Loop((quads + 1) / 2, 'FFMA', 64), Loop(warp_passes(TILE, threads), 'MUFU', 1),
-            Loop(quads // 4, 'LDS', 4), Loop(0, 'LDG', 4), Loop(values, 'LDG.E.128', 1),
+            _strided(TILE, threads, 'STS'), Loop(products), Loop((quads + 1) / 2, 'FFMA', 64),
+            _strided(TILE, threads, 'MUFU'), Loop(quads // 4, 'LDS', 4),
+            *_load(TILE * sizes.value_quads, threads),
             Loop(TILE / slices / 2, 'FFMA', 64), Loop((slices - 1) / slices, 'LDS', 32),
             Loop(warp_passes(sizes.d_v, threads), 'LDS', 28)]
 
@@ -132,9 +147,8 @@ def _merge_keys(launch: KernelLaunch) -> list[Loop]:
 def _output(launch: KernelLaunch) -> list[Loop]:
     sizes = _Attention(launch)
     tiles, threads, quads = sizes.tiles(launch), sizes.threads, sizes.quads
-    return [Loop(1), Loop(warp_passes(16 * quads * sizes.value_quads, threads, 4), 'LDG', 4),
-            Loop(warp_passes(sizes.m, threads, 4), 'LDG', 4),
-            Loop(warp_passes(4 * sizes.value_quads, threads, 4), 'LDG', 4), Loop(tiles),
+    return [Loop(1), _strided(16 * quads * sizes.value_quads, threads),
+            _strided(sizes.m, threads), _strided(4 * sizes.value_quads, threads), Loop(tiles),
             *sizes.distances(tiles), Loop(warp_passes(TILE // 4 * sizes.value_quads, threads)),
             Loop(quads, 'FFMA', 64)]
 
@@ -143,9 +157,8 @@ def _grad_context(launch: KernelLaunch) -> list[Loop]:
     sizes = _Attention(launch)
     tiles, threads = sizes.tiles(launch), sizes.threads
     slices = sizes.slices(sizes.octets * sizes.value_quads)
-    return [Loop(1, 'STG', 32), Loop(warp_passes(sizes.m, threads, 4), 'LDG', 4), Loop(tiles),
-            *sizes.distances(tiles), Loop(0, 'LDG', 16),
-            Loop(warp_passes(TILE * sizes.value_quads, threads, 4), 'LDG.E.128', 4),
+    return [Loop(1, 'STG', 32), _strided(sizes.m, threads), Loop(tiles),
+            *sizes.distances(tiles), *_load(TILE * sizes.value_quads, threads),
             Loop(TILE / slices / 2, 'FFMA', 64), Loop((slices - 1) / slices, 'LDS', 32),
             Loop(warp_passes(sizes.d_v, threads), 'LDS', 28)]
 
@@ -153,10 +166,10 @@ def _grad_context(launch: KernelLaunch) -> list[Loop]:
 def _grad_factors(launch: KernelLaunch) -> list[Loop]:
     sizes = _Attention(launch)
     threads, quads, value_quads = sizes.threads, sizes.quads, sizes.value_quads
-    square = Loop(warp_passes(16 * quads * quads, threads, 4), 'LDG', 4)
+    square = _strided(16 * quads * quads, threads)
     product = [Loop(warp_passes(TILE // 4 * quads, threads), 'STG', 16), Loop(quads, 'FFMA', 64)]
-    return [Loop(1), Loop(warp_passes(TILE * 4 * quads, threads, 4), 'LDG', 4), square, *product,
-            square, *product, Loop(warp_passes(16 * quads * value_quads, threads, 4), 'LDG', 4),
+    return [Loop(1), _strided(TILE * 4 * quads, threads), square, *product, square, *product,
+            _strided(16 * quads * value_quads, threads),
             Loop(warp_passes(TILE // 4 * value_quads, threads), 'STG', 16),
             Loop(quads, 'FFMA', 64)]
 
@@ -165,15 +178,16 @@ def _grad_values(launch: KernelLaunch) -> list[Loop]:
     sizes = _Attention(launch)
     tiles, threads, quads = sizes.tiles(launch), sizes.threads, sizes.quads
     slices, value_quads = sizes.slices(sizes.pairs), sizes.value_quads
-    square = warp_passes(16 * quads * quads, threads, 4)
-    products, tokens = warp_passes(TILE // 4 * quads, threads), warp_passes(TILE, threads)
-    return [Loop(sizes.octet_steps), Loop(1, 'STG', 64), Loop(square, 'LDG', 4),
-            Loop(square, 'LDG', 4), Loop(warp_passes(4 * value_quads, threads, 4), 'LDG', 4),
-            Loop(tiles), *sizes.distances(tiles), Loop(products), Loop(quads, 'FFMA', 64),
-            Loop(tokens, 'STS', 1), Loop(warp_passes(16 * quads * value_quads, threads), 'STS', 1),
-            Loop(products), Loop((quads + 1) / 2, 'FFMA', 64), Loop(tokens, 'MUFU', 1),
+    square = _strided(16 * quads * quads, threads)
+    products = warp_passes(TILE // 4 * quads, threads)
+    return [Loop(sizes.octet_steps), Loop(1, 'STG', 64), square, square,
+            _strided(4 * value_quads, threads), Loop(tiles), *sizes.distances(tiles),
+            Loop(products), Loop(quads, 'FFMA', 64), _strided(TILE, threads, 'STS'),
+            _strided(4 * quads * value_quads, threads, 'LDG.E.128'),
+            Loop(products), Loop((quads + 1) / 2, 'FFMA', 64), _strided(TILE, threads, 'MUFU'),
             Loop(quads // 4, 'LDS', 4), Loop(warp_passes(TILE // 4 * value_quads, threads)),
-            Loop(quads, 'FFMA', 64), Loop(tokens, 'STG', 1), Loop(value_quads // 4, 'LDS', 4),
+            Loop(quads, 'FFMA', 64), _strided(TILE, threads, 'STG'),
+            Loop(value_quads // 4, 'LDS', 4),
             Loop(TILE / slices / 2, 'FFMA', 128), Loop((slices - 1) / slices, 'LDS', 64)]
 
 
@@ -189,34 +203,34 @@ def _gradients(sizes: _Attention, tokens: int, tiles: float, left: Loop,
     slices = sizes.slices(quads * channels)
     return [*sizes.distances(tiles), left, *values,
             Loop(warp_passes(TILE // 4 * quads, threads), 'FMUL', 32), Loop(quads, 'FFMA', 64),
-            Loop(sizes.value_quads, 'FFMA', 64), *_load(TILE, channels, threads),
-            *_load(4 * quads, channels, threads, 1 / tiles),
+            Loop(sizes.value_quads, 'FFMA', 64), *_load(TILE * channels, threads),
+            *_load(4 * quads * channels, threads, 1 / tiles),
             Loop(quads * warp_passes(TILE // 4 * channels, threads), 'FFMA', 144),
             Loop(tokens / slices / 2, 'FFMA', 72)]
 
 
 def _factors(sizes: _Attention) -> list[Loop]:
     """Loads of a square and a thin matrix."""
-    return [Loop(warp_passes(4 * sizes.quads * rows, sizes.threads, 4), 'LDG', 4)
-            for rows in (4 * sizes.quads, 4 * sizes.value_quads)]
+    return [_strided(16 * sizes.quads * quads, sizes.threads)
+            for quads in (sizes.quads, sizes.value_quads)]
 
 
 def _grad_keys(launch: KernelLaunch, means: bool = False) -> list[Loop]:
     """Of the keys, or of the queries, which also load two means."""
     sizes = _Attention(launch)
     tiles, threads = sizes.tiles(launch), sizes.threads
-    loads = [Loop(warp_passes(4 * quads, threads, 4), 'LDG', 4)
+    loads = [_strided(4 * quads, threads)
              for quads in (sizes.quads, sizes.value_quads)] if means else []
-    left = Loop(warp_passes(TILE * sizes.quads, threads), 'FADD' if means else 'FMUL', 4)
-    values = [Loop(0), Loop(warp_passes(TILE * sizes.value_quads, threads, 2), 'LDG.E.128', 2)]
+    left = _strided(TILE * sizes.quads, threads, 'FADD' if means else 'FMUL', 4)
+    values = [Loop(0), _strided(TILE * sizes.value_quads, threads, 'LDG.E.128')]
     return [Loop(1), *_factors(sizes), *loads, Loop(tiles),
             *_gradients(sizes, TILE, tiles, left, values)]
 
 
 def _grad_landmarks(launch: KernelLaunch) -> list[Loop]:
     sizes = _Attention(launch)
-    left = Loop(warp_passes(TILE * sizes.quads, sizes.threads, 2), 'FMUL', 8)
-    values = [Loop(warp_passes(TILE * sizes.value_quads, sizes.threads, 4), 'LDG', 16)]
+    left = _strided(TILE * sizes.quads, sizes.threads, 'FMUL', 4)
+    values = [_strided(TILE * sizes.value_quads, sizes.threads, 'FADD', 4)]
     return [Loop(1), *_factors(sizes), *_gradients(sizes, sizes.m, 1, left, values)]
 
 
@@ -230,16 +244,17 @@ def _inverse(launch: KernelLaunch) -> list[Loop]:
     m, threads = dict(launch.macros)['SIZE'], launch.threads
     padded, rows = SolverTiling(batch, m).shared_bytes // 12, warp_passes(m, threads)
     products = [Loop(ceil_div(m, 4), 'FFMA', 112)] * 2
-    return [Loop(1), Loop(warp_passes(padded, threads, 2), 'LDG', 2), Loop(rows),
+    return [Loop(1), _strided(padded, threads), Loop(rows),
             Loop(m, 'FADD', 1), Loop(m, 'FMNMX', 1), Loop(warp_passes(padded, threads)),
-            Loop(iters, 'FADD', 56), *products, Loop(warp_passes(m * m, threads), 'STG', 1)]
+            Loop(iters, 'FADD', 56), *products, _strided(m * m, threads, 'STG')]
 
 
 def _forward(launch: KernelLaunch) -> list[Loop]:
     macros = dict(launch.macros)
     quads = ceil_div(macros['HEAD_DIM'], 4)
     landmarks = macros['M_THREADS'] * macros['M_OUTPUTS']
-    return [Loop(1), *_load(128, quads, launch.threads), *_load(landmarks, quads, launch.threads),
+    return [Loop(1), *_load(128 * quads, launch.threads),
+            *_load(landmarks * quads, launch.threads),
             Loop(quads / 2, 'FADD', 448)]
 
 
@@ -257,8 +272,8 @@ def _backward_q(launch: KernelLaunch) -> list[Loop]:
     m, rows = launch.integers[2], 32
     chunks = ceil_div(m, rows)
     whole = sum(min(rows, m - first) // 4 for first in range(0, m, rows))
-    return [Loop(1), Loop(chunks), Loop(warp_passes(rows * 128, launch.threads, 2), 'LDG', 4),
-            *reversed(_load(rows, quads, launch.threads)), Loop(whole / chunks, 'FFMA', 144)]
+    return [Loop(1), Loop(chunks), _strided(rows * 128, launch.threads, 'LDG', 2),
+            *reversed(_load(rows * quads, launch.threads)), Loop(whole / chunks, 'FFMA', 144)]
 
 
 def _backward_k(launch: KernelLaunch) -> list[Loop]:
@@ -268,8 +283,8 @@ def _backward_k(launch: KernelLaunch) -> list[Loop]:
     slices = launch.threads // (columns * quads)
     patches = ceil_div(4 * columns, 8)
     return [Loop(1), Loop(ceil_div(n, 64) / ceil_div(n, rows)),
-            Loop(warp_passes(patches * 8 * 64, launch.threads, 2), 'LDG', 4),
-            *_load(64, quads, launch.threads), Loop(64 / 4 / slices, 'FFMA', 144)]
+            _strided(patches * 8 * 64, launch.threads, 'LDG', 2),
+            *_load(64 * quads, launch.threads), Loop(64 / 4 / slices, 'FFMA', 144)]
 
 
 def _reduce_k(launch: KernelLaunch) -> list[Loop]:

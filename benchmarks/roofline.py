@@ -57,6 +57,7 @@ def own_backward() -> bool:
         False, 'backward', GROUPS[0], TOKENS[0])
 
 
+@cache
 def floor(launch: Launch, device: Device) -> Floor:
     """The least time of a launch."""
     if not isinstance(launch, KernelLaunch):
