@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ..ops import nystrom_attention
 from ..ops.laplacian_kernel import KERNELS
 from ..ops.nystrom_attention import NORMALIZATIONS
-from ..ops.validation import check_rate, integer_at_least, one_of, positive_number
+from ..ops.validation import check_floating, check_rate, integer_at_least, one_of, positive_number
 from .landmarks import LandmarkPool
 from .layers import DepthwiseConv
 
@@ -81,8 +81,10 @@ class LaplacianAttention(BaseModule):
         """``(B, H, W, C) -> (B, H, W, C)``.
 
         Raises:
+            TypeError: Not a tensor of floating-point numbers.
             ValueError: Another rank, another number of channels, or an empty map.
         """
+        check_floating('x', x)
         if x.dim() != 4 or x.shape[-1] != self.embed_dims or 0 in x.shape[1:3]:
             raise ValueError(f'x must have shape (B, H, W, {self.embed_dims}) with H, W >= 1, '
                              f'got {tuple(x.shape)}')

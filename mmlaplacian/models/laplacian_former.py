@@ -15,7 +15,7 @@ from mmengine.model.weight_init import (
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from ..ops.validation import check_rate, integer_at_least
+from ..ops.validation import check_floating, check_rate, integer_at_least
 from .arch import NUM_STAGES, PATCH_SIZES, STRIDES, resolve_arch, stage_integers
 from .pretrained import load_pretrained
 from .stage import LaplacianStage
@@ -239,8 +239,10 @@ class LaplacianFormer(BaseModule):
             Maps ``(B, C, ceil(H/s), ceil(W/s))`` of the stages in ``out_indices``.
 
         Raises:
+            TypeError: Not a tensor of floating-point numbers.
             ValueError: Another rank, another number of channels, or an empty map.
         """
+        check_floating('x', x)
         if x.dim() != 4 or x.shape[1] != self.in_channels or 0 in x.shape[2:]:
             raise ValueError(f'x must have shape (B, {self.in_channels}, H, W) with H, W >= 1, '
                              f'got {tuple(x.shape)}')

@@ -94,6 +94,10 @@ def _compiled(kernel: Kernel, device: int) -> object:
         raw.compile()
     except cupy.cuda.compiler.CompileException as error:
         return error
+    except OSError as error:
+        raise KernelCompileError(
+            "CuPy cannot keep compiled kernels: name a folder that can be written in "
+            'CUPY_CACHE_DIR, or set CUPY_CACHE_IN_MEMORY=1') from error
     return raw
 
 

@@ -47,6 +47,18 @@ def positive_number(name: str, value: object) -> float:
     return float(number)
 
 
+def check_floating(name: str, value: object) -> None:
+    """Accepts a tensor of floating-point numbers.
+
+    Raises:
+        TypeError: ``value`` is not one.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f'{name} must be a tensor, got {type(value).__name__}')
+    if not value.is_floating_point():
+        raise TypeError(f'{name} must have a floating-point dtype, got {value.dtype}')
+
+
 def integer_at_least(name: str, value: object, minimum: int) -> int:
     """Returns ``value`` as an int when it is a whole number >= ``minimum`` that 64 bits hold.
 

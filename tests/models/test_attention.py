@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -188,6 +189,15 @@ def test_b43_empty_batch(pool: dict) -> None:
     out.sum().backward()
     assert out.shape == x.shape == x.grad.shape
     assert all(not p.grad.any() for p in layer.parameters())
+
+
+@pytest.mark.parametrize('x, said', [
+    (torch.zeros(1, 4, 4, 12, dtype=torch.uint8), 'floating-point dtype, got torch.uint8'),
+    (np.zeros((1, 4, 4, 12), np.float32), 'x must be a tensor, got ndarray'),
+    (None, 'x must be a tensor, got NoneType')])
+def test_what_is_no_tensor_of_floats_is_refused(x: object, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        LaplacianAttention(12, 2)(x)
 
 
 @pytest.mark.parametrize('shape', [(2, 12), (2, 30, 12), (2, 5, 6, 11), (2, 12, 5, 6),

@@ -94,6 +94,11 @@ def test_b43_empty_batch(build: Build) -> None:
     assert not any(p.grad.any() for p in model.parameters())
 
 
+def test_integers_are_refused(build: Build) -> None:
+    with pytest.raises(TypeError, match='floating-point dtype, got torch.uint8'):
+        build()(torch.zeros(1, 3, 64, 64, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize('shape', [(3, 32, 32), (1, 1, 32, 32), (1, 32, 32, 3), (1, 3, 0, 32),
                                    (1, 3, 32, 0), (1, 1, 3, 32, 32)])
 def test_bad_shape(build: Build, shape: tuple[int, ...]) -> None:

@@ -149,6 +149,17 @@ def test_b25_failed_compilation_names_the_fix_and_is_not_tried_again(cupy):
     assert len(cupy.compiled) == 1 and not cupy.launches
 
 
+def test_a_read_only_kernel_cache_is_named(cupy):
+    cupy.compile_error = PermissionError(13, 'Permission denied')
+    with pytest.raises(KernelCompileError, match='CUPY_CACHE_DIR') as info:
+        launch(torch.zeros(3))
+    assert info.value.__cause__ is cupy.compile_error and not cupy.launches
+    # The folder may be mended while the process lives.
+    cupy.compile_error = None
+    launch(torch.zeros(3))
+    assert len(cupy.launches) == 1
+
+
 def check_launches(cupy, names):
     """What every launch must have, whatever the kernel."""
     assert [name for name, _, _ in cupy.compiled] == names
