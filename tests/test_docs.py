@@ -29,8 +29,8 @@ from mmlaplacian import LaplacianFormer
 
 REPO = Path(__file__).resolve().parents[1]
 # deploy.md needs the extra deploy: tests/tools/test_export_onnx.py runs what it prints.
-PAGES = [REPO / 'README.md', *sorted(page for page in (REPO / 'docs').glob('*.md')
-                                     if page.name != 'deploy.md')]
+PAGES = [REPO / 'README.md', REPO / 'docs/claims/README.md',
+         *sorted(page for page in (REPO / 'docs').glob('*.md') if page.name != 'deploy.md')]
 PYTHON = '.venv/bin/python'
 CLASSES = ('nut', 'fig', 'date')
 
@@ -39,7 +39,7 @@ CLASSES = ('nut', 'fig', 'date')
 HERE = 'tests/test_docs.py::'
 TRAIN = 'tests/tools/test_train_tool.py::'
 COVERED = {
-    r'make (demo|test|bench)$': HERE + 'test_make_knows_its_targets',
+    r'make (demo|test|bench|claims)$': HERE + 'test_make_knows_its_targets',
     r'.*tools/train\.py configs/(mask_rcnn|classification/)\w+\.py$': 'COCO or ImageNet',
     r'.*tools/train\.py configs/mask_rcnn_laplacian_t\.py --pretrained CHECKPOINT$': 'COCO',
     r'.*tools/train\.py configs/mask_rcnn_laplacian_t\.py --amp .*': 'COCO and a GPU',

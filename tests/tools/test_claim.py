@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,8 @@ from types import ModuleType
 import pytest
 import torch
 from matplotlib import pyplot as plt
+
+REPO = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope='module')
@@ -65,3 +68,12 @@ def test_a_file_as_folder_is_refused_before_the_work(claim: ModuleType, tmp_path
     seen = []
     assert example(claim, seen).run(['--out', str(tmp_path / 'file')]) == 2
     assert str(tmp_path / 'file') in capsys.readouterr().err and not seen
+
+
+def test_make_claims_runs_every_command() -> None:
+    """``tools/claims.sh`` and the folder name the same commands."""
+    script = (REPO / 'tools/claims.sh').read_text(encoding='utf-8')
+    listed = re.search(r'commands=\(([^)]*)\)', script).group(1).split()
+    commands = [file.stem for file in (REPO / 'tools/analysis').glob('*.py')
+                if re.search(r'^CLAIM = ', file.read_text(encoding='utf-8'), re.MULTILINE)]
+    assert sorted(listed) == sorted(commands)
