@@ -37,9 +37,11 @@ HALF = .5
 
 def measure(options: argparse.Namespace) -> Finding:
     """Trains and draws."""
-    figure, panels = plt.subplots(2, 2, figsize=(9, 7))
+    tasks = options.tasks
+    figure, panels = plt.subplots(len(tasks), 2, figsize=(9, .3 + 3.4 * len(tasks)),
+                                  squeeze=False)
     rows, texts = [], []
-    for (loss, accuracy), task in zip(panels, TASKS, strict=True):
+    for (loss, accuracy), task in zip(panels, tasks, strict=True):
         runs = all_runs([Setting(NAMES[a], task, a) for a in ATTENTIONS], options)
         rows += curve_rows(runs, options.seed, task=task)
         texts.append(verdict(TITLES[task], runs))
@@ -91,9 +93,15 @@ def _half(runs: list[Run]) -> str:
     return f' (above {HALF:g} by step {" / ".join(map(str, reached))})'
 
 
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_arguments(parser)
+    parser.add_argument('--tasks', nargs='+', choices=TASKS, default=list(TASKS),
+                        help=f'what is trained on (default: {" ".join(TASKS)})')
+
+
 CLAIM = Claim('convergence',
               'The Laplacian kernel converges faster and to a better result than the Gaussian '
-              'kernel.', measure, add_run_arguments)
+              'kernel.', measure, _add_arguments)
 
 
 if __name__ == '__main__':
