@@ -48,16 +48,20 @@ def test_every_token_can_be_told_its_colour_and_only_by_the_carrier(modules, mon
             assert (wanted[types == kind] == colour).all()
 
 
-def test_images_show_the_same_layout_as_tokens(modules):
+@pytest.mark.parametrize('side', [128, 64])
+def test_images_show_the_same_layout_as_tokens(modules, side):
     tokens_task, images_task = modules('recall_task'), modules('distant_parts')
     _, of_tokens = tokens_task.batch(3, generator(1))
-    images, of_cells = images_task.batch(3, generator(1))
-    assert images.shape == (3, 3, 128, 128) and of_cells.equal(of_tokens)
+    images, of_cells = images_task.batch(3, generator(1), side)
+    assert images.shape == (3, 3, side, side)
+    assert of_cells.repeat_interleave(128 // side, 1).repeat_interleave(128 // side, 2).equal(
+        of_tokens)
+    width = side // 4
     _, colours, carriers = tokens_task.layout(3, generator(1))
     for image, colour, carrier in zip(images, colours, carriers, strict=True):
         for own, region in zip(colour, carrier, strict=True):
-            y, x = (16 + 32 * (int(region) // 4), 16 + 32 * (int(region) % 4))
-            seen = image[:, y - 3:y + 3, x - 3:x + 3].mean((1, 2)) + .5
+            y, x = (width // 2 + width * place for place in divmod(int(region), 4))
+            seen = image[:, y - 2:y + 2, x - 2:x + 2].mean((1, 2)) + .5
             assert (seen - images_task.PALETTE).abs().sum(1).argmin() == own
 
 
