@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-3000}"
 
 readonly commands=(
-  qk_distances kernel_gradients convergence kernel_scale normalization detector_convergence detector_convergence
+  qk_distances kernel_gradients convergence kernel_scale normalization detector_convergence
   injectivity solvers complexity landmark_grids high_resolution attention_maps
 )
 
