@@ -128,9 +128,10 @@ def test_same_bits_whatever_the_order_the_grid_and_the_alignment(sanitized):
 @pytest.mark.parametrize('m, d, dtype', [(49, 32, F32), (16, 20, F16), (48, 33, F32)], ids=str)
 def test_b06_same_bits_whatever_the_strides(sanitized, m, d, dtype):
     """Heads beside each other in a token's channels, as one linear layer gives q, k and v."""
-    dense = make_inputs(70, m, d, d, dtype, batch=2, heads=2)
+    # As many images as heads would hide one taken for the other.
+    dense = make_inputs(70, m, d, d, dtype, batch=2, heads=3)
     want = fused(dense)
-    sizes = 2, 70, 3, 2, d
+    sizes = 2, 70, 3, 3, d
     tokens = torch.stack([x.transpose(1, 2) for x in dense[:3]], 2).reshape(sizes)
     strided = [tokens[:, :, i].transpose(1, 2) for i in range(3)]
     assert not any(x.is_contiguous() for x in strided)
