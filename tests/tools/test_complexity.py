@@ -57,7 +57,7 @@ def test_every_attention_is_what_its_name_says(complexity: ModuleType) -> None:
 
 def _rows(complexity: ModuleType, power: float) -> list[dict[str, object]]:
     return complexity.with_exponents(
-        [{'part': part, 'method': name, 'n': n, 'milliseconds': factor * n**power,
+        [{'part': part, 'method': name, 'n': n, 'fastest': factor * n**power,
           'peak_bytes': n} for part in ('attention', 'layer')
          for name, factor in (('Laplacian', 2), ('other', 1), ('slow', 3))
          for n in (100, 200, 400)])
@@ -67,7 +67,7 @@ def _rows(complexity: ModuleType, power: float) -> list[dict[str, object]]:
 def test_verdict_follows_the_numbers(complexity: ModuleType, power: float,
                                      verdict: str) -> None:
     rows = _rows(complexity, power)
-    assert all(row['milliseconds_exponent'] == pytest.approx(power) for row in rows)
+    assert all(row['fastest_exponent'] == pytest.approx(power) for row in rows)
     text = complexity.describe(rows)
     assert f'**{verdict}**' in text
     assert 'Faster than the Laplacian attention at that N: other.' in text

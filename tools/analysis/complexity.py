@@ -39,6 +39,8 @@ MULTIPLES, FAST_MULTIPLES = (1, 2, 4, 8), (1, 2)
 ATTENTION, BODY = 'attention', 'layer'
 # Softmax that stores its matrices is left out where one of them, of all heads, is larger.
 MOST_STORED_BYTES = 2**30
+# The least disturbed call tells the growth best.
+TIME, MEMORY = 'fastest', 'peak_bytes'
 # Exponent up to which a growth counts as linear.
 LINEAR = 1.1
 
@@ -81,8 +83,7 @@ def measure(options: argparse.Namespace) -> Finding:
     progress = tqdm(total=2 * sum(lengths), unit='token')
     for n in lengths:
         for part, calls in calls_at(n, body):
-            outcomes = time_in_turn(calls, CPU, seconds_each=0 if options.fast else 0.2,
-                                    most_repeats=9)
+            outcomes = time_in_turn(calls, CPU, seconds_each=0 if options.fast else 0.5)
             for name, outcome in outcomes.items():
                 if not isinstance(outcome, Timing):
                     raise RuntimeError(f'{name} at N = {n} {outcome.reason}')
@@ -106,7 +107,7 @@ def _series(rows: Sequence[Mapping[str, object]], part: str, name: str,
 def with_exponents(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     """The rows, each with the exponents of time and memory fitted to its curve."""
     return [{**row, **{f'{key}_exponent': exponent(_series(rows, row['part'], row['method'], key))
-                       for key in ('milliseconds', 'peak_bytes')}} for row in rows]
+                       for key in (TIME, MEMORY)}} for row in rows]
 
 
 def describe(rows: Sequence[Mapping[str, object]]) -> str:
@@ -116,27 +117,27 @@ def describe(rows: Sequence[Mapping[str, object]]) -> str:
     n, own = max(row['n'] for row in rows), last[ATTENTION, names[0]]
 
     def linear(row: Mapping[str, object]) -> bool:
-        return max(row['milliseconds_exponent'], row['peak_bytes_exponent']) <= LINEAR
+        return max(row[f'{TIME}_exponent'], row[f'{MEMORY}_exponent']) <= LINEAR
 
     verdict = 'holds' if linear(own) else 'does not hold here'
     grown = '; '.join(
-        f'{name} {last[ATTENTION, name]["milliseconds_exponent"]:.2f} and '
-        f'{last[ATTENTION, name]["peak_bytes_exponent"]:.2f} '
-        f'({last[ATTENTION, name]["milliseconds"]:.0f} ms, '
-        f'{last[ATTENTION, name]["peak_bytes"] / 2**20:.0f} MiB'
+        f'{name} {last[ATTENTION, name][f"{TIME}_exponent"]:.2f} and '
+        f'{last[ATTENTION, name][f"{MEMORY}_exponent"]:.2f} '
+        f'({last[ATTENTION, name][TIME]:.0f} ms, '
+        f'{last[ATTENTION, name][MEMORY] / 2**20:.0f} MiB'
         + (')' if last[ATTENTION, name]['n'] == n else f' at N = {last[ATTENTION, name]["n"]})')
         for name in names)
     faster = {part: [name for name in names[1:]
                      if last[part, name]['n'] == n
-                     and last[part, name]['milliseconds'] < last[part, names[0]]['milliseconds']]
+                     and last[part, name][TIME] < last[part, names[0]][TIME]]
               for part in (ATTENTION, BODY)}
-    whole = '; '.join(f'{name} {last[BODY, name]["milliseconds_exponent"]:.2f} '
-                      f'({last[BODY, name]["milliseconds"]:.0f} ms)' for name in names)
+    whole = '; '.join(f'{name} {last[BODY, name][f"{TIME}_exponent"]:.2f} '
+                      f'({last[BODY, name][TIME]:.0f} ms)' for name in names)
     return (
         f'That time and memory of the Laplacian attention grow linearly **{verdict}** (both '
-        f'fitted exponents at most {LINEAR}). Exponents of time and of peak memory over N, '
-        f'attention alone, inference, with the figures at N = {n}: {grown}. Faster than the '
-        f'Laplacian attention at that N: {", ".join(faster[ATTENTION]) or "none"}. In a '
+        f'fitted exponents at most {LINEAR}). Exponents of time (fastest call) and of peak '
+        f'memory, attention alone, inference, with the figures at N = {n}: {grown}. Faster than '
+        f'the Laplacian attention at that N: {", ".join(faster[ATTENTION]) or "none"}. In a '
         'whole layer, where linear layers and MLP add work linear in N, the exponents of time '
         f'are: {whole}; faster there: {", ".join(faster[BODY]) or "none"}. Softmax without its '
         'matrices in memory (fused) is a matter of the implementation; its work stays quadratic. '
@@ -150,8 +151,8 @@ def draw(rows: Sequence[Mapping[str, object]]) -> Figure:
     names = list(dict.fromkeys(row['method'] for row in rows))
     lengths = sorted({row['n'] for row in rows})
     for part, line in zip((ATTENTION, BODY), panels, strict=True):
-        for axes, (key, unit, label) in zip(line, (('milliseconds', 1, 'time, ms'),
-                                                   ('peak_bytes', 2**20, 'peak memory, MiB')),
+        for axes, (key, unit, label) in zip(line, ((TIME, 1, 'time, ms'),
+                                                   (MEMORY, 2**20, 'peak memory, MiB')),
                                             strict=True):
             for name, marker in zip(names, 'osD^vx', strict=True):
                 values = _series(rows, part, name, key)
