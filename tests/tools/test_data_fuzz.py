@@ -147,7 +147,8 @@ def test_damaged_images(tool, tmp_path, count):
             if fault is None and headers.is_decodable(path):
                 taken += 1
                 read = LoadImageFromFile()(dict(img_path=str(path)))['img']
-                assert read.shape == (sides[1], sides[0], 3)
+                # Of damaged EXIF data OpenCV and Pillow may read another orientation.
+                assert sorted(read.shape) == [3, *sorted(sides)]
                 headers.has_deep_pixels(path)
             elif fault is not None:
                 assert fault.startswith(f'image 3, {path}') and '\n' not in fault
