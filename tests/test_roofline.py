@@ -19,7 +19,8 @@ META = torch.device('meta')
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Modules of benchmarks/, as its scripts import them."""
+    """Modules of benchmarks/, as its scripts import them, and the compiler of the tests."""
+    monkeypatch.syspath_prepend(ROOT / 'tests' / 'cuda_compile')
     monkeypatch.syspath_prepend(ROOT / 'benchmarks')
     return importlib.import_module
 
