@@ -113,8 +113,10 @@ def test_the_verdict_on_convergence_follows_the_runs(analysis, finals, words):
     ({4.: (.88, .91), 2.: (.9, .92), 8.: (.4, .41)}, '**holds in part**'),
     ({4.: (.5, .51), 2.: (.9, .92), 8.: (.4, .41)}, '**does not hold here**')])
 def test_the_verdict_on_the_scale_follows_the_runs(analysis, scales, words):
-    text = analysis('kernel_scale').verdict(scales, {16: (.1, .1)})
-    assert words in text and 'd = 16 0.100' in text
+    verdict = analysis('kernel_scale').verdict
+    text = verdict(scales, {16: (.1, .1)}, (.2, .2))
+    assert words in text and 'd = 16 0.100' in text and 'without attention 0.200' in text
+    assert 'is not shown here' in verdict(scales, {16: (.1, .1)}, (.9, .92))
 
 
 def test_scale_and_head_dim_reach_the_layers(analysis):
@@ -209,6 +211,7 @@ def test_spreads_are_those_of_the_tokens(analysis):
 def test_a_change_helps_with_all_seeds_or_not_at_all(analysis, halves, ahead, closing):
     module, training_runs = analysis('normalization'), analysis('training_runs')
     runs = {setting.label: runs_of(training_runs, .9, .9) for setting in module.SETTINGS}
+    runs[module.CONTROL.label] = runs_of(training_runs, .2, .2)
     runs[module.ROW] = runs_of(training_runs, .9, .9, half=.8)
     changed = module.CHANGES[0]
     runs[changed] = [run for half in halves for run in runs_of(training_runs, .9, half=half)]
@@ -218,7 +221,10 @@ def test_a_change_helps_with_all_seeds_or_not_at_all(analysis, halves, ahead, cl
     assert (f'every seed: {changed} ({share}% of the gap)' in text) == ahead
     assert (f'row as well: {changed}.' in text) == closing
     runs[module.ROW] = runs[module.WHITEN]
-    assert '**holds here**' in module.verdict(runs)
+    text = module.verdict(runs)
+    assert '**holds here**' in text and 'nothing about attention' not in text
+    runs[module.CONTROL.label] = runs[module.WHITEN]
+    assert 'nothing about attention' in module.verdict(runs)
 
 
 @pytest.mark.parametrize('name, tasks', [('convergence', 2), ('kernel_scale', 1),
@@ -229,13 +235,13 @@ def test_the_commands_write_what_they_trained(analysis, tmp_path, monkeypatch, n
     def run(setting, seed, steps, validation):
         curve = training_runs.Curve([2, 4], [1., .5], [.1, .2 + seed / 10])
         watched = dict.fromkeys(('focus', 'branch', 'gradient_q', 'gradient_k', 'gradient_v'), 1.)
-        return training_runs.Run(curve, [dict(step=1, **watched)])
+        return training_runs.Run(curve, [dict(step=1, **watched)] if setting.watch else [])
 
     monkeypatch.setattr(training_runs, 'run', run)
     assert module.CLAIM.run(['--out', str(tmp_path), '--runs', '2', '--jobs', '1']) == 0
     with (tmp_path / f'{name}.csv').open(encoding='utf-8', newline='') as file:
         rows = list(csv.DictReader(file))
-    settings = {'convergence': 4, 'kernel_scale': 7, 'normalization': 7}[name]
+    settings = {'convergence': 4, 'kernel_scale': 8, 'normalization': 8}[name]
     assert len(rows) == settings * tasks * 2 * 2
     assert {row['accuracy'] for row in rows if row['seed'] == '1' and row['step'] == '4'} == {
         '0.30000000000000004'}

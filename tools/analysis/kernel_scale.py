@@ -15,6 +15,7 @@ import sys
 from claim import Claim, Finding, plt
 from training_runs import (
     CHANCE,
+    CONTROL,
     Setting,
     add_run_arguments,
     all_runs,
@@ -44,7 +45,7 @@ def settings() -> list[Setting]:
 
 def measure(options: argparse.Namespace) -> Finding:
     """Trains and draws."""
-    runs = all_runs(settings(), options)
+    runs = all_runs([*settings(), CONTROL], options)
     final = {name: final_accuracies(group) for name, group in runs.items()}
     by_scale = {scale: final[label(scale, DEFAULT_DIM)] for scale in SCALES}
     by_dim = {dim: final[label(DEFAULT_SCALE, dim)] for dim in HEAD_DIMS}
@@ -57,6 +58,7 @@ def measure(options: argparse.Namespace) -> Finding:
         axes.plot(list(groups), [statistics.mean(v) for v in groups.values()], color='C0')
         for x, values in groups.items():
             axes.plot([x] * len(values), values, 'o', color='C0', alpha=.6)
+        axes.axhline(statistics.mean(final[CONTROL.label]), color='C3', label=CONTROL.label)
         axes.axhline(CHANCE, color='.6', linestyle=':', label='chance')
         axes.set_xscale('log', base=2)
         axes.set_xticks(list(groups), [f'{x:g}' for x in groups])
@@ -66,15 +68,19 @@ def measure(options: argparse.Namespace) -> Finding:
     panels[0].set_ylim(0, 1)
     panels[0].legend()
     figure.suptitle(f'Recall task: mean, and each of {options.runs} seeds')
-    return Finding(curve_rows(runs, options.seed), figure, verdict(by_scale, by_dim))
+    text = verdict(by_scale, by_dim, final[CONTROL.label])
+    return Finding(curve_rows(runs, options.seed), figure, text)
 
 
-def verdict(by_scale: dict[float, list[float]], by_dim: dict[int, list[float]]) -> str:
+def verdict(by_scale: dict[float, list[float]], by_dim: dict[int, list[float]],
+            control: list[float]) -> str:
     """What the accuracies say about the claim, with the criterion."""
     best = max(by_scale, key=lambda scale: statistics.mean(by_scale[scale]))
     alike = [scale for scale in by_scale
              if scale != best and not differ(by_scale[scale], by_scale[best])]
-    if best == DEFAULT_SCALE:
+    if not differ(by_scale[best], control):
+        found = 'is not shown here, since the control is as good'
+    elif best == DEFAULT_SCALE:
         found = 'holds here' if not alike else 'holds in part'
     else:
         found = 'holds in part' if DEFAULT_SCALE in alike else 'does not hold here'
@@ -84,7 +90,7 @@ def verdict(by_scale: dict[float, list[float]], by_dim: dict[int, list[float]]) 
     return (f'That λ = {DEFAULT_SCALE:g} is the best scale **{found}**: the best mean is at λ = '
             f'{best:g}{others if alike else ""} (two settings differ if their means are further '
             f'apart than both standard deviations together). Accuracy at d = {DEFAULT_DIM}: '
-            f'{figures}; at λ = {DEFAULT_SCALE:g}: {dims}.')
+            f'{figures}; at λ = {DEFAULT_SCALE:g}: {dims}; without attention {summary(control)}.')
 
 
 CLAIM = Claim('kernel_scale', 'The kernel scale 4 is the best of 0.5, 1, 2, 4 and 8.', measure,

@@ -24,6 +24,7 @@ from claim import Claim, Finding, plt
 from torch import Tensor, nn
 from training_runs import (
     CHANCE,
+    CONTROL,
     TASKS,
     Run,
     Setting,
@@ -205,23 +206,24 @@ CHANGES = tuple(setting.label for setting in SETTINGS[3:])
 
 def measure(options: argparse.Namespace) -> Finding:
     """Trains and draws."""
-    runs = all_runs(SETTINGS, options)
+    runs = all_runs([*SETTINGS, CONTROL], options)
     figure, panels = plt.subplots(2, 2, figsize=(10, 8))
-    for label in (WHITEN, ROW, NONE):
-        draw_band(panels[0, 0], runs[label], 'accuracy', label)
-    for label in (WHITEN, ROW, *CHANGES):
-        draw_band(panels[0, 1], runs[label], 'accuracy', label,
-                  linestyle='--' if label in (WHITEN, ROW) else '-')
+    styles = {label: dict(color=f'C{i}', linestyle='-' if label in CHANGES else '--')
+              for i, label in enumerate(runs)}
+    for axes, labels in zip(panels[0], ((WHITEN, ROW, NONE, CONTROL.label),
+                                        (WHITEN, ROW, *CHANGES)), strict=True):
+        for label in labels:
+            draw_band(axes, runs[label], 'accuracy', label, **styles[label])
     for axes in panels[0]:
         axes.set_ylabel('accuracy, held out')
         axes.axhline(CHANCE, color='.6', linestyle=':', label='chance')
         axes.set_ylim(0, 1)
     for axes, value, name in ((panels[1, 0], 'focus', 'focus of the best head'),
                               (panels[1, 1], 'branch', 'spread of the branch / of the values')):
-        for label in runs:
-            points = watched_means(runs[label], value)
-            axes.plot(list(points), list(points.values()), label=label,
-                      linestyle='-' if label in CHANGES else '--')
+        for setting in SETTINGS:
+            points = watched_means(runs[setting.label], value)
+            axes.plot(list(points), list(points.values()), label=setting.label,
+                      **styles[setting.label])
         axes.set_yscale('log')
         axes.set_xlabel('optimizer steps')
         axes.set_ylabel(name)
@@ -266,6 +268,8 @@ def verdict(runs: Mapping[str, Sequence[Run]]) -> str:
             f'{"slower than" if _slower(speed[WHITEN], speed[ROW]) else "not slower than"} row: '
             f'the claim '
             f'**{"does not hold" if _slower(speed[WHITEN], speed[ROW]) else "holds"} here**. ')
+    if not differ(final[WHITEN], final[CONTROL.label]):
+        text += 'The control without attention is as good, so this says nothing about attention. '
     text += _mechanism(runs)
     ahead = [label for label in CHANGES
              if all(changed > own for changed, own in
@@ -285,7 +289,8 @@ def _mechanism(runs: Mapping[str, Sequence[Run]]) -> str:
     if not runs[WHITEN][0].watched:
         return ''
     first, last = ({label: {name: statistics.mean(run.watched[i][name] for run in runs[label])
-                            for name in WATCHED} for label in runs} for i in (0, -1))
+                            for name in WATCHED} for label in runs if runs[label][0].watched}
+                   for i in (0, -1))
     times = first[WHITEN]['branch'] / first[ROW]['branch']
     parts = [
         f'What was watched, after {runs[WHITEN][0].watched[0]["step"]} steps and at the end. The '

@@ -58,6 +58,10 @@ class Setting:
                     seed=seed, steps=steps, **functions)
 
 
+CONTROL = Setting('no attention', attention='none')
+"""What every setting of the recall task is compared with; trained once for all commands."""
+
+
 @dataclass(frozen=True)
 class Run:
     """A finished training.
