@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -57,7 +58,7 @@ def test_every_attention_is_what_its_name_says(complexity: ModuleType) -> None:
 
 def _rows(complexity: ModuleType, power: float) -> list[dict[str, object]]:
     return complexity.with_exponents(
-        [{'part': part, 'method': name, 'n': n, 'fastest': factor * n**power,
+        [{'part': part, 'method': name, 'n': n, 'processor_milliseconds': factor * n**power,
           'peak_bytes': n} for part in ('attention', 'layer')
          for name, factor in (('Laplacian', 2), ('other', 1), ('slow', 3))
          for n in (100, 200, 400)])
@@ -67,7 +68,17 @@ def _rows(complexity: ModuleType, power: float) -> list[dict[str, object]]:
 def test_verdict_follows_the_numbers(complexity: ModuleType, power: float,
                                      verdict: str) -> None:
     rows = _rows(complexity, power)
-    assert all(row['fastest_exponent'] == pytest.approx(power) for row in rows)
+    assert all(row['processor_milliseconds_exponent'] == pytest.approx(power) for row in rows)
     text = complexity.describe(rows)
     assert f'**{verdict}**' in text
     assert 'Faster than the Laplacian attention at that N: other.' in text
+
+
+def test_processor_time_leaves_waiting_out(complexity: ModuleType) -> None:
+    def busy() -> None:
+        end = time.process_time() + 0.03
+        while time.process_time() < end:
+            pass
+
+    found = complexity.processor_milliseconds({'busy': busy, 'idle': lambda: time.sleep(0.03)}, 2)
+    assert 30 <= found['busy'] < 60 and found['idle'] < 15

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -25,12 +26,10 @@ from tqdm import tqdm
 # The claim has put the folder of these on the path.
 from cpu_memory import peak_bytes
 from op_cases import OWN
-from parts import CPU
 from scaling import exponent
 from sequence_length import GAUSSIAN, HEADS, NYSTROMFORMER, PERFORMER, SIDE, WIDTH, Body, Core
 from sequence_length import SOFTMAX as FUSED
 from sequence_length import cores as benchmark_cores
-from timing import Timing, time_in_turn
 
 STORED = 'softmax, N x N stored'
 # Names in the figure, beside those of the benchmark.
@@ -39,8 +38,7 @@ MULTIPLES, FAST_MULTIPLES = (1, 2, 4, 8), (1, 2)
 ATTENTION, BODY = 'attention', 'layer'
 # Softmax that stores its matrices is left out where one of them, of all heads, is larger.
 MOST_STORED_BYTES = 2**30
-# The least disturbed call tells the growth best.
-TIME, MEMORY = 'fastest', 'peak_bytes'
+TIME, MEMORY = 'processor_milliseconds', 'peak_bytes'
 # Exponent up to which a growth counts as linear.
 LINEAR = 1.1
 
@@ -75,6 +73,22 @@ def calls_at(n: int, body: Body) -> Iterator[tuple[str, dict[str, Callable[[], N
             if name != STORED or HEADS * n**2 * x.element_size() <= MOST_STORED_BYTES}
 
 
+def processor_milliseconds(calls: Mapping[str, Callable[[], None]],
+                           repeats: int) -> dict[str, float]:
+    """Processor time of the fastest call of each, all threads together, one of each in turn.
+
+    Unlike the time that passes, it hardly depends on what else the machine does.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(1 + repeats):
+        for name, call in calls.items():
+            start = time.process_time()
+            call()
+            taken[name].append((time.process_time() - start) * 1e3)
+    # The first calls warm up.
+    return {name: min(values[1:]) for name, values in taken.items()}
+
+
 def measure(options: argparse.Namespace) -> Finding:
     """Time and peak memory of every attention at every N."""
     body = Body(1).eval()
@@ -83,14 +97,9 @@ def measure(options: argparse.Namespace) -> Finding:
     progress = tqdm(total=2 * sum(lengths), unit='token')
     for n in lengths:
         for part, calls in calls_at(n, body):
-            outcomes = time_in_turn(calls, CPU, seconds_each=0 if options.fast else 0.5)
-            for name, outcome in outcomes.items():
-                if not isinstance(outcome, Timing):
-                    raise RuntimeError(f'{name} at N = {n} {outcome.reason}')
-                rows.append({'part': part, 'method': name, 'n': n,
-                             'milliseconds': outcome.milliseconds, 'fastest': outcome.fastest,
-                             'slowest': outcome.slowest, 'repeats': outcome.repeats,
-                             'peak_bytes': peak_bytes(calls[name])})
+            times = processor_milliseconds(calls, 3 if options.fast else 7)
+            rows += [{'part': part, 'method': name, 'n': n, TIME: times[name],
+                      MEMORY: peak_bytes(call)} for name, call in calls.items()]
             progress.update(n)
     progress.close()
     rows = with_exponents(rows)
@@ -135,7 +144,7 @@ def describe(rows: Sequence[Mapping[str, object]]) -> str:
                       f'({last[BODY, name][TIME]:.0f} ms)' for name in names)
     return (
         f'That time and memory of the Laplacian attention grow linearly **{verdict}** (both '
-        f'fitted exponents at most {LINEAR}). Exponents of time (fastest call) and of peak '
+        f'fitted exponents at most {LINEAR}). Exponents of processor time and of peak '
         f'memory, attention alone, inference, with the figures at N = {n}: {grown}. Faster than '
         f'the Laplacian attention at that N: {", ".join(faster[ATTENTION]) or "none"}. In a '
         'whole layer, where linear layers and MLP add work linear in N, the exponents of time '
@@ -151,7 +160,7 @@ def draw(rows: Sequence[Mapping[str, object]]) -> Figure:
     names = list(dict.fromkeys(row['method'] for row in rows))
     lengths = sorted({row['n'] for row in rows})
     for part, line in zip((ATTENTION, BODY), panels, strict=True):
-        for axes, (key, unit, label) in zip(line, ((TIME, 1, 'time, ms'),
+        for axes, (key, unit, label) in zip(line, ((TIME, 1, 'processor time, ms'),
                                                    (MEMORY, 2**20, 'peak memory, MiB')),
                                             strict=True):
             for name, marker in zip(names, 'osD^vx', strict=True):
