@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -22,17 +21,12 @@ from backbone_models import BUILDERS, PVT, missing, training_step
 from op_cases import OWN
 from parts import CPU, ROOT, build_parser, parse, refusal, refusals, write
 from report import environment, place, table
+from resident_memory import resident_peak
 from stored_attention import stored_attention
 
 STORED = 'mmlaplacian, N x M matrices stored'
 MODELS = (OWN, STORED, PVT)
 SHAPE, QUICK_SHAPE, FIRST_SHAPE = (2, 3, 800, 1344), (1, 3, 64, 64), (1, 3, 64, 64)
-
-
-def _resident_peak() -> int:
-    """Largest resident set of this process so far, in bytes; Linux counts in KiB."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == 'darwin' else peak * 1024
 
 
 def step(name: str, shape: Sequence[int]) -> dict[str, float]:
@@ -50,11 +44,11 @@ def step(name: str, shape: Sequence[int]) -> dict[str, float]:
     function = stored_attention if name == STORED else attention.nystrom_attention
     with patch.object(attention, 'nystrom_attention', function):
         training_step(model, torch.randn(*FIRST_SHAPE))
-        before = _resident_peak()
+        before = resident_peak()
         images = torch.randn(*shape)
         start = time.perf_counter()
         training_step(model, images)
-    return {'before_bytes': before, 'peak_bytes': _resident_peak(),
+    return {'before_bytes': before, 'peak_bytes': resident_peak(),
             'seconds': time.perf_counter() - start}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from resident_memory import resident_peak
 
 EAGER, COMPILED, ONNX, INT8 = 'eager', 'compiled', 'onnxruntime', 'onnxruntime, int8 weights'
 RUNTIMES = (EAGER, COMPILED, ONNX, INT8)
@@ -71,18 +72,7 @@ def measure(call: Callable[[], object], seconds: float,
         call()
         taken.append((time.perf_counter() - start) * 1e3)
     return {'milliseconds': median(taken), 'fastest': min(taken), 'slowest': max(taken),
-            'repeats': len(taken), 'process_bytes': _resident_peak()}
-
-
-def _resident_peak() -> int | None:
-    """Largest resident set of this process in bytes; None where the system does not say.
-
-    Not ``getrusage``: its peak is inherited from the process that started this one.
-    """
-    status = Path('/proc/self/status')
-    lines = status.read_text(encoding='utf-8').splitlines() if status.exists() else []
-    # In KiB.
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith('VmHWM:')), None)
+            'repeats': len(taken), 'process_bytes': resident_peak()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

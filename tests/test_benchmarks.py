@@ -540,3 +540,15 @@ def test_no_contract_test_no_figures(load, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match='must run before anything is timed'):
         load('scaling').main(['--tests', str(tmp_path / 'none.xml'), '--out',
                               str(tmp_path / 'a.json')])
+
+
+@pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='getrusage inherits the peak')
+def test_peak_memory_is_of_one_process(load) -> None:
+    """Started by a larger process, a small one has a small peak."""
+    child = 'from resident_memory import resident_peak; print(resident_peak(), flush=True)'
+    parent = ('import subprocess, sys; x = b"1" * 2**28; '
+              f'subprocess.run([sys.executable, "-c", {child!r}]); {child}')
+    done = subprocess.run([sys.executable, '-c', parent], capture_output=True, text=True,
+                          check=True, env=dict(os.environ, PYTHONPATH=str(BENCHMARKS)))
+    small, large = map(int, done.stdout.split())
+    assert small < 2**28 < large < 2**29

@@ -56,6 +56,7 @@ def test_all_runtimes_compute_the_same_maps(load, monkeypatch, tmp_path) -> None
     # A process without torch, whose last line is read.
     blocked = tmp_path / 'run.py'
     blocked.write_text('import runpy, sys\nsys.modules["torch"] = None\n'
+                       f'sys.path.insert(0, {str(BENCHMARKS)!r})\n'
                        f'runpy.run_path({str(BENCHMARKS / "runtimes.py")!r}, run_name="__main__")')
     made = subprocess.run([sys.executable, str(blocked), runtimes.ONNX, str(files[runtimes.ONNX]),
                            '--size', '200', '200', '--seconds', '0', '--least-repeats', '2'],

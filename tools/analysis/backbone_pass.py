@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import sys
 import time
 from pathlib import Path
@@ -20,13 +19,11 @@ from pathlib import Path
 import torch
 from photograph import normalized, square_photograph
 
+# isort: split
+# The photograph's claim has put the folder of this on the path.
+from resident_memory import resident_peak
+
 from mmlaplacian import LaplacianFormer
-
-
-def _peak_bytes() -> int:
-    """Largest resident set of this process so far; Linux counts in KiB."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == 'darwin' else peak * 1024
 
 
 def main() -> None:
@@ -45,13 +42,13 @@ def main() -> None:
     with torch.inference_mode():
         # Loads and compiles what the first call of all needs.
         model(torch.zeros(1, 3, 64, 64))
-        before = _peak_bytes()
+        before = resident_peak()
         start = time.perf_counter()
         maps = model(image)
     seconds = time.perf_counter() - start
     if not all(x.isfinite().all() for x in maps):
         sys.exit('the maps are not finite')
-    print(json.dumps({'seconds': seconds, 'before_bytes': before, 'peak_bytes': _peak_bytes(),
+    print(json.dumps({'seconds': seconds, 'before_bytes': before, 'peak_bytes': resident_peak(),
                       'shapes': [list(x.shape) for x in maps]}))
 
 
