@@ -68,7 +68,7 @@ def test_fast_run(solvers: ModuleType, tmp_path: Path) -> None:
     assert value('residual', 'condition 1e+06', solvers.CHOLESKY,
                  precision='rounded to float16') == float('inf')
     trained = {row['method']: row['value'] for row in rows if row['part'] == 'accuracy'}
-    assert set(trained) == {'solver steps 1', solvers.WITH_DEFAULT, solvers.CONTROL}
+    assert set(trained) == {'solver steps 1', solvers.WITH_DEFAULT, solvers.CONTROL.label}
     assert all(0 <= accuracy < 1 for accuracy in trained.values())
 
 

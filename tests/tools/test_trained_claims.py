@@ -52,6 +52,8 @@ def test_finished_trainings_are_kept_and_others_are_not_mixed_in(analysis, tmp_p
     assert module.all_runs(settings, options(tmp_path, runs=3)).keys() == first.keys()
     assert trained == [('a', 2), ('bb', 2)]
     trained.clear()
+    again = module.all_runs([module.Setting('of another command')], options(tmp_path))
+    assert trained == [] and again['of another command'] == first['a']
     changed = [module.Setting('a', arguments=dict(normalize='row')), settings[1]]
     module.all_runs(changed, options(tmp_path))
     assert trained == [('a', 0), ('a', 1)]
@@ -176,7 +178,8 @@ def test_schedules_reach_the_layers_and_end(analysis, monkeypatch):
     monkeypatch.setattr(module, 'EVERY', 10**6)
     model = task.RecallModel(depth=2)
     floors, scales = [], []
-    for step in (1, 150, 300, 501):
+    half = analysis('training_runs').TASKS['recall'][2] // 2
+    for step in (1, half // 2, half, half + 1):
         module.watch_floor(model, step)
         module.watch_scale(model, step)
         floors.append(model.blocks[1].attn.whiten_eps)

@@ -38,8 +38,10 @@ def settings() -> list[Setting]:
     """Every scale at the default head dim, every head dim at the default scale."""
     pairs = dict.fromkeys([*((scale, DEFAULT_DIM) for scale in SCALES),
                            *((DEFAULT_SCALE, dim) for dim in HEAD_DIMS)])
+    # Without arguments it is the training of the other commands.
     return [Setting(label(scale, dim),
-                    arguments=dict(kernel_scale=scale, num_heads=WIDTH // dim))
+                    arguments={} if (scale, dim) == (DEFAULT_SCALE, DEFAULT_DIM) else
+                    dict(kernel_scale=scale, num_heads=WIDTH // dim))
             for scale, dim in pairs]
 
 

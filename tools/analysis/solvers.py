@@ -39,6 +39,7 @@ from torch import Tensor
 from tqdm import tqdm
 from training_runs import (
     CHANCE,
+    CONTROL,
     Run,
     Setting,
     add_run_arguments,
@@ -59,9 +60,9 @@ CONDITIONS = (1e1, 1e2, 1e3, 1e4, 1e5, 1e6)
 SIDE = 224
 # Dense maps of N x N are formed for layers of at most so many tokens: stages 2 to 4 at 224 px.
 MOST_TOKENS = 784
-# Beside the default; that and the control are the trainings of convergence.py, made once.
-TRAINING_STEPS = (1, 2, 3, 5, 10)
-WITH_DEFAULT, CONTROL = NAMES['laplacian'], NAMES['none']
+# Beside the default.
+TRAINING_STEPS = (1, 3, 10)
+WITH_DEFAULT = NAMES['laplacian']
 FULL, HALF = 'float32', 'rounded to float16'
 FLAT, PHOTOGRAPH = 'flat', 'photograph'
 RESIDUAL, TIME, OUTPUT, TRAINING = 'residual', 'milliseconds', 'output error', 'accuracy'
@@ -176,8 +177,7 @@ def train_all(options: argparse.Namespace) -> dict[str, list[Run]]:
     """The recall task with every number of solver steps, and without attention."""
     settings = [Setting(f'solver steps {count}', arguments={'solver_iters': count})
                 for count in (TRAINING_STEPS[:1] if options.fast else TRAINING_STEPS)]
-    return all_runs([*settings, Setting(WITH_DEFAULT), Setting(CONTROL, attention='none')],
-                    options)
+    return all_runs([*settings, Setting(WITH_DEFAULT), CONTROL], options)
 
 
 def _short(label: str) -> str:
@@ -243,10 +243,10 @@ def describe(rows: Sequence[Mapping[str, object]], source: str) -> str:
     accuracies = _accuracies(rows)
     default = accuracies[WITH_DEFAULT]
     worse = [_short(name) for name, values in accuracies.items()
-             if name not in (CONTROL, WITH_DEFAULT) and differ(values, default)
+             if name not in (CONTROL.label, WITH_DEFAULT) and differ(values, default)
              and statistics.mean(values) < statistics.mean(default)]
-    learns = (differ(default, accuracies[CONTROL])
-              and statistics.mean(default) > statistics.mean(accuracies[CONTROL]))
+    learns = (differ(default, accuracies[CONTROL.label])
+              and statistics.mean(default) > statistics.mean(accuracies[CONTROL.label]))
     held = [paper <= SOLVED, max(own, error) <= SOLVED, times[SPD] <= times[CHOLESKY]]
 
     def solved_up_to(name: str, precision: str, steps: object) -> str:

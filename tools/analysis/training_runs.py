@@ -21,7 +21,7 @@ from softmax_attention import set_attention
 from torch import nn
 from tqdm import tqdm
 
-TASKS = {'recall': (recall_task.RecallModel, recall_task.batch, 600),
+TASKS = {'recall': (recall_task.RecallModel, recall_task.batch, 500),
          'images': (distant_parts.DistantPartsModel, distant_parts.batch, 400)}
 """Model, data and optimizer steps of each task."""
 
@@ -59,7 +59,7 @@ class Setting:
 
 
 CONTROL = Setting('no attention', attention='none')
-"""What every setting of the recall task is compared with; trained once for all commands."""
+"""What every setting of the recall task is compared with."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,8 @@ def all_runs(settings: Sequence[Setting],
              options: argparse.Namespace) -> dict[str, list[Run]]:
     """Trains every setting with every seed, but for those that ``--out`` has already.
 
+    A training is known by what it depends on, not by its label: one serves several commands.
+
     Args:
         settings: Labels differ.
         options: With ``out``, ``seed``, ``runs``, ``jobs`` and ``fast``, which trains for a few
@@ -161,8 +163,11 @@ def _train(jobs: Sequence[Job], workers: int, validation: int) -> Iterable[tuple
 
 
 def _file(folder: Path, setting: Setting, seed: int, steps: int) -> Path:
-    label = ''.join(c if c.isalnum() else '_' for c in setting.label)
-    return folder / f'{setting.task}-{label}-{seed}-{steps}.json'
+    key = setting.key(seed, steps)
+    parts = [key.pop('task'), key.pop('attention'),
+             *(f'{name}_{value}' for name, value in (key.pop('arguments') | key).items())]
+    name = '-'.join(parts)
+    return folder / f'{"".join(c if c.isalnum() or c in "-." else "_" for c in name)}.json'
 
 
 def _kept(folder: Path, setting: Setting, seed: int, steps: int) -> Run | None:
