@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help env demo test test-gpu soak bench pretraining claims lint
+.PHONY: help env demo test test-gpu soak bench deploy-bench pretraining claims lint
 
 help:
 	@echo 'make demo   make .venv and the demo data, train, evaluate, draw'
@@ -11,6 +11,7 @@ help:
 	@echo 'make test-gpu   the tests of the CUDA kernels, on an NVIDIA GPU: an error where there is none'
 	@echo 'make soak   the long tests: all sizes of the CUDA kernels, 10 000 drawn cases an op, 1000 seeds: hours'
 	@echo 'make bench  time ops and backbones against their peers on this CPU, into work_dirs/bench: about 10 minutes'
+	@echo 'make deploy-bench   make demo, then file, memory, time and AP of exported forms, into work_dirs/bench: about 5 minutes'
 	@echo 'make pretraining   the shapes detector from scratch and from a classifier, three seeds: about half an hour'
 	@echo 'make claims reproduce every figure of docs/claims, into work_dirs/claims: an hour or more'
 	@echo 'make lint   check the style with ruff'
@@ -36,6 +37,10 @@ bench: env
 	@.venv/bin/python -c 'import matplotlib, pykeops, sklearn, timm' 2>/dev/null || \
 	  .venv/bin/python -m pip install --no-build-isolation --editable '.[bench]'
 	@.venv/bin/python benchmarks/bench.py $(ARGS)
+
+deploy-bench: demo
+	@.venv/bin/python benchmarks/deploy.py work_dirs/demo/mask_rcnn_laplacian_shapes.py \
+	  work_dirs/demo/epoch_8.pth --out work_dirs/bench/deploy.json $(ARGS)
 
 pretraining: env
 	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-3000} .venv/bin/python tools/analysis/pretraining_table.py $(ARGS)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from mmlaplacian import LaplacianFormer
 
 REPO = Path(__file__).resolve().parents[1]
-# deploy.md needs the extra deploy: tests/tools/test_export_onnx.py runs what it prints.
+# tests/tools/test_export_onnx.py runs what deploy.md prints.
 PAGES = [REPO / 'README.md', REPO / 'docs/claims/README.md',
          *sorted(page for page in (REPO / 'docs').glob('*.md') if page.name != 'deploy.md')]
 PYTHON = '.venv/bin/python'

@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     size.add_argument('--size', type=int, nargs=2, metavar=('HEIGHT', 'WIDTH'),
                       help="the image size of the file (default: the test pipeline's)")
     size.add_argument('--dynamic', action='store_true',
-                      help='with --features: any image size, not one')
+                      help='any image size, not one')
     parser.add_argument('--check', nargs='*', metavar='IMAGE',
                         help='run the file with onnxruntime and compare it with mmdet, on a '
                              'generated picture and on these')
@@ -68,8 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.size and min(args.size) < 32:
         parser.error(f'argument --size: expected at least 32 pixels, got {args.size}')
-    if args.dynamic and not args.features:
-        parser.error('argument --dynamic: needs --features; a whole detector has one --size')
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise UserError(f'{", ".join(missing)} must be installed to export to ONNX: '

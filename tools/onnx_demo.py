@@ -80,10 +80,11 @@ class Detector:
         if None not in self.size:
             fitting = min(self.size[0] / height, self.size[1] / width)
             return _scaled(height, width, fitting)
-        if not self.metadata['keep_ratio']:
-            return scale[1], scale[0]
-        fitting = min(max(scale) / max(height, width), min(scale) / min(height, width))
-        size = _scaled(height, width, fitting)
+        if self.metadata['keep_ratio']:
+            size = _scaled(height, width, min(max(scale) / max(height, width),
+                                              min(scale) / min(height, width)))
+        else:
+            size = scale[1], scale[0]
         if min(size) < self.metadata['least_side']:
             raise DemoError(f'{height} x {width} pixels become {size[0]} x {size[1]}, and this '
                             f'file takes images from {self.metadata["least_side"]} pixels a side')

@@ -219,10 +219,29 @@ def test_refusals(tool, make_config, tmp_path, capsys):
     assert not Path(out).exists()
 
 
-def test_whole_detectors_have_one_size(tool, make_config, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        tool('export_onnx').main([str(make_config()), '--dynamic', '--out', str(tmp_path / 'x')])
-    assert 'argument --dynamic: needs --features' in capsys.readouterr().err
+@pytest.mark.parametrize('kind', CONFIGS)
+def test_one_file_for_all_sizes(tool, kind, tmp_path, capsys):
+    """The tool's own check at three sizes, and the demo within what such a file takes."""
+    config = write_config(tmp_path, kind)
+    file = config.with_suffix('.onnx')
+    assert tool('export_onnx').main([str(config), str(write_checkpoint(config)), '--out',
+                                     str(file), '--dynamic', '--check']) == 0
+    said = capsys.readouterr().out
+    counts = [int(count) for count in re.findall(r'(\d+) detections, boxes', said)]
+    assert len(counts) == 3 and min(counts) > 4
+    demo = tool('onnx_demo')
+    detector = demo.Detector(str(file))
+    assert detector.size == (None, None)
+    image = np.random.default_rng(0).integers(0, 256, (200, 260, 3), dtype=np.uint8)
+    for keep_ratio, size in ((True, r'64 x 83'), (False, r'64 x 96')):
+        detector.metadata['keep_ratio'] = keep_ratio
+        with pytest.raises(demo.DemoError, match=f'become {size}, and .* from 193 pixels'):
+            detector(image)
+    detector.metadata['scale'] = None
+    found = detector(image)
+    assert len(found['boxes']) == len(found['scores']) > 0
+    if kind == 'mask':
+        assert found['masks'].shape[1:] == (200, 260)
 
 
 def test_refusals_of_the_demo(tool, exported, picture, tmp_path, capsys):
