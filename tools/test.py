@@ -36,6 +36,7 @@ from config_file import (
 )
 from data_checks import check_class_names, check_data_present, class_names
 from mmengine.config import Config, ConfigDict
+from resized_images import check_resized_sizes
 
 _NEEDED = ('model', 'test_dataloader', 'test_cfg', 'test_evaluator')
 
@@ -93,6 +94,8 @@ def _test(args: argparse.Namespace, own_data: OwnData | None) -> int:
     check_data_present(cfg, ('test', ))
     check_class_names(cfg, ('test', ))
     check_class_folders(cfg, ('test', ))
+    if own_data is not None:
+        check_resized_sizes(cfg, ('test', ))
     checkpoint = load_checkpoint(args.checkpoint)
     check_checkpoint_classes(checkpoint, class_names(cfg, 'test'), args.checkpoint)
     if is_classifier(cfg):

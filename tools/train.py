@@ -36,6 +36,7 @@ from config_file import (
 from data_checks import check_class_names, check_data_present
 from mmengine.config import Config
 from mmengine.device import get_device
+from resized_images import check_resized_sizes
 from run_state import add_safeguards, claimed, newest_intact_checkpoint
 
 _NEEDED = ('model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
@@ -118,6 +119,8 @@ def _train(args: argparse.Namespace, own_data: OwnData | None) -> int:
     check_data_present(cfg, splits)
     check_class_names(cfg, splits)
     check_class_folders(cfg, splits)
+    if own_data is not None:
+        check_resized_sizes(cfg, splits)
     set_up_launcher(cfg, args.launcher, args.local_rank)
     if own_data is not None:
         notes += shorten_warm_up(cfg, num_training_images(cfg), args.cfg_options or ())
