@@ -26,7 +26,8 @@ RESIZES = ('Resize', 'RandomChoiceResize')
 DETECTION = [
     'mask_rcnn_laplacian_t.py', 'mask_rcnn_laplacian_s.py', 'mask_rcnn_laplacian_t_gaussian.py',
     'mask_rcnn_laplacian_t_layer_decay.py',
-    'cascade_mask_rcnn_laplacian_t.py', 'cascade_mask_rcnn_laplacian_s.py',
+    'cascade_mask_rcnn_laplacian_t.py',
+    pytest.param('cascade_mask_rcnn_laplacian_s.py', marks=pytest.mark.soak),
     'retinanet_laplacian_t.py', 'retinanet_laplacian_s.py',
 ]
 

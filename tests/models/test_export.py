@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 ARCH = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 2, 3, 4),
@@ -25,14 +28,9 @@ def test_one_exported_program_serves_all_sizes(build, strict):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-# The last two stages are traced like the first two, and tracing is what takes the time.
-@pytest.mark.parametrize('train', [False, True], ids=['inference', 'training'])
-def test_compiled_once_for_all_sizes(build, train):
-    """One graph without a break; AOT autograd traces the backward too."""
-    model = build(arch=ARCH, out_indices=(0, 1)).train(train)
-    torch._dynamo.reset()
-    counters.clear()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend='aot_eager')
+def assert_compiled_is_eager(model: nn.Module, compiled: Callable[[Tensor], Sequence[Tensor]],
+                             train: bool) -> None:
+    """Maps and, in training, gradients at every size."""
     for shape in SIZES:
         image = torch.rand(*shape)
         results = []
@@ -46,7 +44,29 @@ def test_compiled_once_for_all_sizes(build, train):
                             *(p.grad for p in model.parameters() if train)])
         for got, want in zip(*results, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+# The last two stages are traced like the first two, and tracing is what takes the time.
+@pytest.mark.parametrize('train', [False, True], ids=['inference', 'training'])
+def test_compiled_once_for_all_sizes(build, train):
+    """One graph without a break; AOT autograd traces the backward too."""
+    model = build(arch=ARCH, out_indices=(0, 1)).train(train)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend='aot_eager')
+    assert_compiled_is_eager(model, compiled, train)
     assert counters['stats']['unique_graphs'] == 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize('train', [False, True], ids=['inference', 'training'])
+def test_inductor_serves_all_sizes(build, train):
+    """In training with the option that docs/deploy.md names."""
+    model = build(arch=ARCH).train(train)
+    torch._dynamo.reset()
+    options = {'layout_optimization': False} if train else None
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, options=options)
+    assert_compiled_is_eager(model, compiled, train)
 
 
 def test_landmark_counts_are_numbers_in_a_graph(build):

@@ -68,13 +68,38 @@ def test_gradcheck(op, ref, kernel_scale):
 
 
 @shapes
-def test_gradient_off_the_cpu_agrees(shape):
+@pytest.mark.parametrize('kernel', ['laplacian', 'gaussian'])
+def test_gradient_off_the_cpu_agrees(shape, kernel, monkeypatch):
     """The form for other devices, one channel at a time, is executed here on the CPU."""
     q, k = (x.detach() for x in make_inputs(shape))
     grad = torch.randn(*shape[:2], shape[2], shape[3], dtype=torch.float64)
+    gradient = torch_impl._GRADIENTS[kernel]
     for arguments in ((grad, q, k), (grad.mT, k, q)):
-        torch.testing.assert_close(torch_impl._l1_gradient_by_channel(*arguments),
-                                   torch_impl._l1_gradient(*arguments), rtol=1e-12, atol=1e-12)
+        elsewhere = [_Elsewhere(x) for x in arguments]
+        torch.testing.assert_close(gradient(*elsewhere), gradient(*arguments), rtol=1e-12,
+                                   atol=1e-12)
+
+
+class _Elsewhere(torch.Tensor):
+    """On the CPU, and says that it is not."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = torch.device('meta')
+
+
+@kernels
+@pytest.mark.parametrize('far', [1e3, 1e6, 1e20, 1e38])
+def test_one_far_token_changes_no_other_gradient(op, ref, far, device):
+    """Also where the square of a difference is beyond float32."""
+    q, k = (x.detach() for x in make_inputs((1, 2, 9, 7, 5)))
+    q[:, :, 2], k[:, :, 3] = -far, far
+    inputs = [x.float().to(device).requires_grad_() for x in (q, k)]
+    op(*inputs, 2.0).sum().backward()
+    expected = gradients(lambda a, b: ref(a, b, 2.0),
+                         [x.detach().double().requires_grad_() for x in inputs],
+                         torch.ones(1, 2, 9, 7, dtype=torch.float64, device=device))
+    for x, want in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(x.grad.double(), want, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize('dtype, rtol, atol', [(torch.float32, 1e-4, 1e-5),

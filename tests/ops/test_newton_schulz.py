@@ -41,7 +41,8 @@ def test_residual_in_float32(bound, scale, device):
 
 
 @starts
-@pytest.mark.parametrize('m', [1, 16, 49, 64, 136, 137, 200, 500])
+@pytest.mark.parametrize('m', [1, 16, 49, 64, 136, 137, 200,
+                               pytest.param(500, marks=pytest.mark.soak)])
 @pytest.mark.parametrize('scale', [0, 0.05, 0.5])
 def test_values_and_gradients_in_float32(bound, m, scale, device):
     """Sizes about the edges of shared memory and beyond; the error follows the condition."""

@@ -27,7 +27,8 @@ def train(tool, make_config, data_flags, tmp_path):
 
 
 @pytest.mark.parametrize(('kind', 'save_best'), [
-    ('box', "'auto'"), ('mask', "['coco/bbox_mAP', 'coco/segm_mAP']")])
+    ('box', "'auto'"),
+    pytest.param('mask', "['coco/bbox_mAP', 'coco/segm_mAP']", marks=pytest.mark.soak)])
 def test_b35_no_predictions_at_all(train, tmp_path, kind, save_best):
     threshold = "model['test_cfg']['score_thr'] = 1.1" if kind == 'box' else \
         "model['test_cfg']['rcnn']['score_thr'] = 1.1"
@@ -49,7 +50,8 @@ def one_class(content: dict) -> None:
     content['annotations'] = [a for a in content['annotations'] if a['category_id'] == 7]
 
 
-@pytest.mark.parametrize('change', [all_crowd, negatives, one_class])
+@pytest.mark.parametrize('change', [
+    pytest.param(all_crowd, marks=pytest.mark.soak), negatives, one_class])
 def test_b35_a_validation_set_with_nothing_to_find(train, data_root, content, change):
     change(content)
     (data_root / 'val.json').write_text(json.dumps(content))

@@ -219,7 +219,7 @@ def test_refusals(tool, make_config, tmp_path, capsys):
     assert not Path(out).exists()
 
 
-@pytest.mark.parametrize('kind', CONFIGS)
+@pytest.mark.parametrize('kind', [pytest.param('box', marks=pytest.mark.soak), 'mask'])
 def test_one_file_for_all_sizes(tool, kind, tmp_path, capsys):
     """The tool's own check at three sizes, and the demo within what such a file takes."""
     config = write_config(tmp_path, kind)
@@ -286,3 +286,18 @@ def test_program_of_the_guide(exported, picture, tool):
     names: dict = {}
     exec(program, names)
     assert names['found']['masks'].shape[1:] == (64, 96)
+
+
+def test_export_of_the_guide():
+    """As printed, but for the size of the model."""
+    program = re.search(r'```python\n(import torch\n.*?)```', GUIDE, re.DOTALL)[1]
+    assert "arch='tiny'" in program
+    small = dict(embed_dims=(8, ) * 4, depths=(1, ) * 4, num_heads=(1, ) * 4, mlp_ratios=(1, ) * 4)
+    names: dict = {}
+    exec(program.replace("'tiny'", repr(small)), names)
+    image = torch.rand(1, 3, 224, 260)
+    with torch.no_grad():
+        for got, want in zip(names['program'].module()(image), names['model'](image),
+                             strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert isinstance(names['compiled'], torch._dynamo.OptimizedModule)

@@ -90,7 +90,7 @@ def make_data(root: Path) -> dict:
     return content
 
 
-@pytest.mark.parametrize('kind', ['box', 'mask'])
+@pytest.mark.parametrize('kind', [pytest.param('box', marks=pytest.mark.soak), 'mask'])
 def test_it_trains_and_evaluates(tool, make_config, tmp_path, kind):
     content = make_data(tmp_path / 'own')
     work_dir = tmp_path / 'run'
