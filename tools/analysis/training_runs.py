@@ -21,7 +21,7 @@ from softmax_attention import set_attention
 from torch import nn
 from tqdm import tqdm
 
-TASKS = {'recall': (recall_task.RecallModel, recall_task.batch, 500),
+TASKS = {'recall': (recall_task.RecallModel, recall_task.batch, 600),
          'images': (distant_parts.DistantPartsModel, distant_parts.batch, 400)}
 """Model, data and optimizer steps of each task."""
 
