@@ -32,6 +32,7 @@ from inverses import (
 )
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from photograph import add_image_argument
 from timing import time_in_turn
 from tiny_layers import tiny_layers
@@ -274,8 +275,8 @@ def describe(rows: Sequence[Mapping[str, object]], source: str) -> str:
         f'the criterion is Cholesky. Largest condition number that is solved in float32 and '
         f'with W rounded to float16, after {most} steps: {reach}. Recall task, final accuracy '
         f'over the solver steps: {trained} (chance {CHANCE:.3f}). '
-        + (f'Fewer accurate answers than with the default count: {", ".join(worse) or "none"} '
-           'steps, by more than both standard deviations together.' if learns else
+        + (f'Worse than the default by more than both standard deviations together: '
+           f'{", ".join(f"{name} steps" for name in worse) or "no count"}.' if learns else
            'The default count is not above the control by more than both standard deviations '
            'together: the trainings say nothing about the solver.'))
 
@@ -335,6 +336,7 @@ def draw(rows: Sequence[Mapping[str, object]]) -> Figure:
     bars = panels[1, 1].barh([row['method'] for row in timed], [row['value'] for row in timed])
     panels[1, 1].bar_label(bars, fmt='%.2f', padding=3, fontsize=8)
     panels[1, 1].set_xscale('log')
+    panels[1, 1].xaxis.set_minor_formatter(NullFormatter())
     panels[1, 1].margins(x=.2)
     panels[1, 1].set_xlabel('time, ms')
     panels[1, 1].set_title(f'{timed[0]["case"]}, M = {M}', fontsize=9)
@@ -350,7 +352,7 @@ def draw(rows: Sequence[Mapping[str, object]]) -> Figure:
     panels[1, 2].set_xlabel('solver steps of the training')
     panels[1, 2].set_ylabel('accuracy, each seed and mean')
     panels[1, 2].set_title('recall task', fontsize=9)
-    panels[1, 2].legend(fontsize=7)
+    panels[1, 2].legend(fontsize=7, loc='lower left')
     figure.suptitle(f'Inverse of the landmark matrix, M = {M}; values above 1e4, or not finite, '
                     'are drawn at 1e4')
     return figure
