@@ -94,7 +94,7 @@ def test_negative_similarities_are_left_out(maps: ModuleType) -> None:
 
 @pytest.mark.parametrize(('share', 'accuracy', 'words'), [
     (.5, .9, '**holds**'), (.2, .9, '**holds in part**'), (.01, .9, '**does not hold here**'),
-    (.5, .13, 'prove nothing')])
+    (.5, .13, 'prove nothing'), (.5, .30, 'prove nothing'), (.5, .36, 'chance 0.125). Each')])
 def test_text_follows_the_numbers(maps: ModuleType, share: float, accuracy: float,
                                   words: str) -> None:
     row = {'layer': 'a', 'shown': True, 'share_of_g': .1, 'share_of_map': .3, 'tokens': 64,
@@ -103,3 +103,13 @@ def test_text_follows_the_numbers(maps: ModuleType, share: float, accuracy: floa
     rows[0]['share_of_map'] = share
     rows.append(dict.fromkeys(row, '') | {'attention': 'none', 'accuracy': .12})
     assert words in maps.describe(rows, Path('a.jpg'), 1)
+
+
+def test_every_column_has_a_title(maps: ModuleType) -> None:
+    rows = [{'attention': name, 'shown': True, 'layer': 'a'} for name in maps.SHOWN]
+    figure = maps.draw(torch.rand(3, 32, 32), {name: torch.rand(16, 4, 4) for name in maps.SHOWN},
+                       rows)
+    titles = [axes.get_title() for axes in figure.axes]
+    assert ['photograph' in titles[0], *(name in title for name, title in zip(
+        maps.SHOWN, titles[1:4], strict=True))] == [True] * 4 and not any(titles[4:])
+    maps.plt.close(figure)

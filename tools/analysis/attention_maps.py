@@ -44,6 +44,8 @@ TOKENS = ((.30, .45), (.15, .15), (.80, .30))
 HELD_OUT, FAST_HELD_OUT = 32, 4
 # Share of the mass on the region to be found when the mass is spread evenly.
 EVEN = 1 / REGIONS**2
+# Attention is learned if it leaves at most this share of the errors that are made without it.
+LEARNED = .75
 
 
 def trained(attention: str, options: argparse.Namespace) -> tuple[torch.nn.Module, float]:
@@ -176,7 +178,7 @@ def describe(rows: Sequence[Mapping[str, object]], image: Path, steps: int) -> s
         f'G (of the softmax), on that region; and the number of tokens that a token of the '
         f'photograph attends to (exp of the entropy of its row of G): {each}. Without attention '
         f'the same model reaches {control["accuracy"]:.3f} (chance {CHANCE:.3f})'
-        + ('. ' if laplacian['accuracy'] > 2 * control['accuracy'] else
+        + ('. ' if 1 - laplacian['accuracy'] < LEARNED * (1 - control['accuracy']) else
            ', so attention has not been learned in this run, and the shares prove nothing. ')
         + f'Each model is a narrow pyramid of two stages, trained once, for {steps} steps, on '
         f'images whose distant parts must be matched; shown is the layer with the largest share, '
@@ -205,13 +207,13 @@ def draw(photograph: Tensor, maps: Mapping[str, Tensor],
     """
     figure, panels = plt.subplots(len(TOKENS), 1 + len(maps), figsize=(11, 8.6))
     shown = {row['attention']: row for row in rows if row['shown'] is True}
-    for line, (down, right) in zip(panels, TOKENS, strict=True):
+    for number, (line, (down, right)) in enumerate(zip(panels, TOKENS, strict=True)):
         line[0].imshow(photograph.permute(1, 2, 0).numpy())
         for axes, (name, found) in zip(line[1:], maps.items(), strict=True):
             grid = found.shape[1:]
             token = int(down * grid[0]), int(right * grid[1])
             _overlay(axes, photograph, found[token[0] * grid[1] + token[1]], token, grid)
-            if line is panels[0]:
+            if number == 0:
                 what = 'row of the softmax' if name == 'softmax' else 'row of G'
                 axes.set_title(f'{name}: {what}\n{shown[name]["layer"]}', fontsize=9)
         side = photograph.shape[-1]
