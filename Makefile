@@ -13,7 +13,7 @@ help:
 	@echo 'make bench  time ops and backbones against their peers on this CPU, into work_dirs/bench: about 10 minutes'
 	@echo 'make deploy-bench   make demo, then file, memory, time and AP of exported forms, into work_dirs/bench: about 5 minutes'
 	@echo 'make pretraining   the shapes detector from scratch and from a classifier, three seeds: about half an hour'
-	@echo 'make claims reproduce every figure of docs/claims, into work_dirs/claims: an hour or more'
+	@echo 'make claims reproduce every figure of docs/claims, into work_dirs/claims: about 75 minutes'
 	@echo 'make lint   check the style with ruff'
 	@echo 'make env    only make .venv'
 	@echo '.venv is made once, and make demo skips finished steps. PYTHON=python3.11 chooses the interpreter of a new .venv.'
