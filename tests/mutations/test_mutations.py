@@ -1,7 +1,10 @@
 """Wrong variants of kernels and runtime: the suite fails on each, and for the reason named."""
 
+import os
 import re
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -28,10 +31,29 @@ def marks(mutation):
             *([pytest.mark.soak] if mutation.soak else [])]
 
 
+@pytest.fixture(scope='module')
+def checks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+           ) -> Iterator[dict[Mutation, Future]]:
+    """The checks of all mutations of this run, one at a time on each processor.
+
+    Most of a check is the start of an interpreter with torch, which has one thread.
+    """
+    chosen = [item.callspec.params['mutation'] for item in request.session.items
+              if getattr(item, 'originalname', '') == test_is_caught.__name__]
+    folder = tmp_path_factory.mktemp('mutations')
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        yield {mutation: pool.submit(check_caught, mutation, folder / str(number))
+               for number, mutation in enumerate(chosen)
+               if COMPILER or not mutation.runs_kernels}
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize('mutation', [
     pytest.param(mutation, marks=marks(mutation), id=str(mutation)) for mutation in MUTATIONS])
-def test_is_caught(mutation, tmp_path):
-    check_caught(mutation, tmp_path / 'copy')
+def test_is_caught(mutation, checks):
+    checks[mutation].result()
 
 
 @pytest.mark.parametrize('mutations', [
