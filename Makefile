@@ -11,7 +11,7 @@ help:
 	@echo 'make test-gpu   the tests of the CUDA kernels, on an NVIDIA GPU: an error where there is none'
 	@echo 'make soak   the long tests: all sizes of the CUDA kernels, 10 000 drawn cases an op, 1000 seeds: hours'
 	@echo 'make bench  time ops and backbones against their peers on this CPU, into work_dirs/bench: about 10 minutes'
-	@echo 'make deploy-bench   make demo, then file, memory, time and AP of exported forms, into work_dirs/bench: about 5 minutes'
+	@echo 'make deploy-bench   make demo, then file, memory, time and AP of exported forms, into work_dirs/bench: about 6 minutes'
 	@echo 'make pretraining   the shapes detector from scratch and from a classifier, three seeds: about half an hour'
 	@echo 'make claims reproduce every figure of docs/claims, into work_dirs/claims: about 75 minutes'
 	@echo 'make lint   check the style with ruff'
